@@ -1,0 +1,1 @@
+"""Drop-in ``transformers`` caches: the only room that subclasses ``transformers.Cache``."""

@@ -1,0 +1,190 @@
+"""``GAACCache``: a drop-in transformers cache that keeps its history packed, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .compat import attention_arguments
+from .files import load_cache, save_cache
+from .guards import NeedsConfigForOtherLayers, PromptLength, check_first_forward, check_layer_order
+from .layer import GAACLayer, GAACOptions
+from .report import MemoryReport, measure
+
+
+class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc]  # transformers is untyped
+    """A KV cache about 1.4 times smaller than ``DynamicCache`` that holds the very same numbers.
+
+    ``model.generate(**inputs, past_key_values=GAACCache())`` (``cache=`` from transformers 5.24 on). The newest
+    tokens stay dense; each full block of ``block_tokens`` is packed once, without loss, and decoded one layer at a
+    time while attention reads it. Works under sdpa, eager, flex_attention and flash attention, for bf16, fp16 and
+    fp32 models; crops, beams, batches, left padding and several turns work as with ``DynamicCache``.
+
+    Args:
+        config: the model's config. Needed where not every layer is full attention: sliding-window, linear-attention
+            and other layers keep transformers' own classes then. Without it every layer is packed.
+        block_tokens: tokens per sealed block, a multiple of 16.
+        kv_dtype: None keeps the model's dtype: exact. "fp8_e4m3" or "fp8_e5m2" casts keys and values to fp8 as they
+            arrive (unscaled, saturating), which is *lossy* and your choice; packing them is lossless again.
+        backend: "auto" | "torch" | "compile": what unpacks on a CPU. "auto" compiles one fused pass with the C++
+            compiler at hand when there is much to unpack, and uses plain torch otherwise.
+        offload, max_tokens: reserved, not available in this release.
+        pack_from: sequences shorter than this many tokens stay dense.
+
+    A cache continues one text. For another prompt call :meth:`reset` or make a new one: reuse is refused where it can
+    be seen (a prompt no longer than what is held, another batch size), but a longer prompt that merely begins
+    differently cannot be told apart from a continuation.
+
+    Raises:
+        ValueError: an option out of range.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        block_tokens: int = 128,
+        kv_dtype: str | None = None,
+        backend: str = "auto",
+        offload: str | None = None,
+        max_tokens: int | None = None,
+        pack_from: int = 0,
+    ) -> None:
+        for name, value in (("offload", offload), ("max_tokens", max_tokens)):
+            if value is not None:
+                raise ValueError(f"{name}={value!r} is not available in this release; leave it at None")
+        if config is not None and not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config: expected the model's config (model.config), got {type(config).__name__}")
+        self.options = GAACOptions(block_tokens=block_tokens, kv_dtype=kv_dtype, backend=backend, pack_from=pack_from)
+        self.config = config
+        self._claimed_by_generate = self._first_forward = False
+        super().__init__(config=config)
+        new_layer = partial(GAACLayer, self.options)
+        if config is None:
+            self.layer_class_to_replicate = new_layer
+        self.layers = [new_layer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+
+    @classmethod
+    def from_cache(cls, cache: Cache, config: PreTrainedConfig | None = None, **options: Any) -> GAACCache:
+        """A new cache with the contents of ``cache`` (a ``DynamicCache``), which is left as it is.
+
+        Full-attention layers are packed, all others copied. ``options`` are those of :class:`GAACCache`.
+        """
+        if not isinstance(cache, DynamicCache):
+            raise TypeError(f"cache: expected a DynamicCache, got {type(cache).__name__}")
+        packed = cls(config, **options)
+        layers = []
+        for layer in cache.layers:
+            if type(layer) is DynamicLayer or isinstance(layer, GAACLayer):
+                layers.append(GAACLayer(packed.options))
+                if layer.get_seq_length():
+                    layers[-1].update(layer.keys.detach(), layer.values.detach())
+            else:
+                layers.append(copy.deepcopy(layer))
+        packed.layers = layers
+        return packed
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens to a layer and returns its keys and values, see :meth:`GAACLayer.update`.
+
+        Raises:
+            CacheMisuseError: states that cannot follow what is held, or another prompt where that can be seen.
+        """
+        if self._first_forward:
+            check_first_forward(self.get_seq_length(), attention_arguments(args, kwargs))
+            self._first_forward = False
+        check_layer_order(self.layers, layer_idx, key_states.shape[-2])
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        length: int = super().get_seq_length(layer_idx)
+        return PromptLength(length) if self._first_forward and length else length
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return self._claimed_by_generate
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        # `generate` sets this at the start of each call: the one sign that a new prompt may be coming.
+        self._claimed_by_generate = self._first_forward = value
+
+    def reset(self) -> None:
+        """Forgets everything, so that the object can serve another prompt."""
+        super().reset()
+        self._first_forward = False
+
+    def dense(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact keys and values ``[batch, kv_heads, tokens, head_dim]`` of one layer, as copies of your own."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, GAACLayer) and layer.is_initialized:
+            keys, values = layer.pair.dense()
+            return keys.clone(), values.clone()
+        if getattr(layer, "keys", None) is None:
+            raise ValueError(f"layer {layer_idx} ({layer!r}) holds no keys and values")
+        return layer.keys.clone(), layer.values.clone()
+
+    def memory(self) -> MemoryReport:
+        """The bytes held at this moment, counted from the tensors themselves."""
+        return measure(self.layers)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cache to a safetensors file (the format is in :mod:`hf_kvcodecs.caches.files`).
+
+        The file names the model if the cache was made with ``config=``. An older file at ``path`` is replaced only
+        once the new one is complete.
+
+        Raises:
+            ValueError: a layer whose state cannot be saved (linear attention).
+        """
+        save_cache(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: str | torch.device | None = None,
+        config: PreTrainedConfig | None = None,
+    ) -> GAACCache:
+        """The cache that :meth:`save` wrote, on ``device`` (the CPU if None).
+
+        Args:
+            path: the file.
+            device: where every layer goes.
+            config: the config of the model that will use it. The file of another model is refused then; without it,
+                a model of other shapes is refused at its first forward. Needed for sliding-window models.
+
+        Raises:
+            CorruptDataError: not such a file, or a truncated or damaged one.
+            UnsupportedLayoutError: a file of a newer release.
+            CacheMisuseError: the file of another model.
+        """
+        return load_cache(cls, path, torch.device(device or "cpu"), config)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
+        for idx, layer in enumerate(self.layers):
+            if isinstance(layer, GAACLayer):
+                keys, values = self.dense(idx) if layer.is_initialized else (None, None)
+                yield keys, values, None
+            else:
+                yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
+    def __repr__(self) -> str:
+        lines, first = [], 0
+        names = [repr(layer) for layer in self.layers]
+        for idx in range(1, len(names) + 1):
+            if idx == len(names) or names[idx] != names[first]:
+                span = f"{first}" if idx - first == 1 else f"{first}-{idx - 1}"
+                lines.append(f"  {span}: {names[first]}")
+                first = idx
+        return f"{type(self).__name__}({self.options}, layers:\n" + "\n".join(lines or ["  none yet"]) + "\n)"

@@ -1,0 +1,203 @@
+"""One full-attention layer of a :class:`GAACCache`: the transformers layer contract over packed sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..codecs import RawCodec, TensorCodec, codec_for
+from ..errors import CacheMisuseError
+from .compat import notice_once
+from .pair import KVPair
+from .sequence import PackedSequence
+from .view import KVView
+
+KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GAACOptions:
+    """The options of :class:`GAACCache`, checked; see there for their meaning."""
+
+    block_tokens: int = 128
+    kv_dtype: str | None = None
+    backend: str = "auto"
+    pack_from: int = 0
+
+    def __post_init__(self) -> None:
+        codec_for(torch.bfloat16, block_tokens=self.block_tokens, backend=self.backend)  # raises on bad values
+        if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype: expected None or one of {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}")
+        if not isinstance(self.pack_from, int) or self.pack_from < 0:
+            raise ValueError(f"pack_from: expected a number of tokens of at least 0, got {self.pack_from!r}")
+
+    def codec(self, dtype: torch.dtype) -> TensorCodec:
+        """The codec for states of ``dtype``."""
+        stored = KV_DTYPES[self.kv_dtype] if self.kv_dtype else dtype
+        codec = codec_for(stored, block_tokens=self.block_tokens, backend=self.backend)
+        if isinstance(codec, RawCodec):
+            notice_once(f"GAACCache keeps {dtype} states exactly but unpacked: only bf16, fp16 and fp32 can be packed.")
+        return codec
+
+
+class GAACLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
+    """Keys and values of one layer: sealed blocks packed without loss, the newest tokens dense."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False  # True would make `generate` compile a cache whose shapes change
+
+    def __init__(self, options: GAACOptions | None = None) -> None:
+        # Not the base class's __init__, which assigns keys and values: here they are properties.
+        self.options = options or GAACOptions()
+        self._pair: KVPair | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._pair is not None
+
+    @property
+    def pair(self) -> KVPair:
+        """What the layer holds; raises ``ValueError`` before the first update."""
+        if self._pair is None:
+            raise ValueError("this layer holds no keys and values yet")
+        return self._pair
+
+    @pair.setter
+    def pair(self, pair: KVPair) -> None:
+        self._pair = pair
+
+    @property
+    def sequences(self) -> tuple[PackedSequence, ...]:
+        """The packed sequences held: none before the first update, one for keys and values together, or two."""
+        return self._pair.sequences if self._pair else ()
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """Every key ``[batch, kv_heads, tokens, head_dim]``, decoded when used; None before the first update."""
+        return tensors_of(self._pair)[0] if self._pair else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Every value, like :attr:`keys`."""
+        return tensors_of(self._pair)[1] if self._pair else None
+
+    @property
+    def device(self) -> torch.device:
+        return self._pair.device if self._pair else torch.device("cpu")
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """An empty layer for states like these; chooses the codec for their dtypes."""
+        self._pair = KVPair.begin(key_states, value_states, self.options.codec)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens and returns all keys and values: KVViews once a block is sealed, ordinary tensors before.
+
+        Raises:
+            CacheMisuseError: states that cannot follow what is held (batch, heads, width, dtype, device) or that
+                require grad. The layer is unchanged then.
+        """
+        check_states(key_states, value_states, self._pair)
+        held = self._pair or KVPair.begin(key_states, value_states, self.options.codec)
+        pair = held.append(key_states, value_states)
+        self._pair = pair.map(PackedSequence.seal) if pair.tokens >= self.options.pack_from else pair
+        return tensors_of(pair)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._pair.tokens if self._pair else 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self._pair = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the newest ``-tokens_to_remove`` tokens; a sealed block that the cut falls into is reopened, exactly."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop: expected 0 or a negative number of tokens to remove, got {tokens_to_remove}; absolute lengths "
+                "are gone from transformers"
+            )
+        if tokens_to_remove and self._pair:
+            tokens = max(self._pair.tokens + tokens_to_remove, 0)
+            self._pair = self._pair.map(lambda sequence: sequence.crop(tokens))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps rows ``indices`` (int64 or bool) of the batch, in that order."""
+        if self._pair:
+            if indices.dtype == torch.bool:
+                indices = indices.nonzero().squeeze(-1)
+            self._pair = self._pair.select_batch(indices)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self._pair:
+            self.batch_select_indices(torch.arange(self._pair.batch, device=self.device).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        self._home = self.device
+        self.move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        self.move(getattr(self, "_home", self.device))
+
+    def move(self, device: torch.device) -> None:
+        """Moves everything held to ``device``."""
+        if self._pair and self.device != device:
+            self._pair = self._pair.map(lambda sequence: sequence.map(lambda tensor: tensor.to(device)))
+
+    def __repr__(self) -> str:
+        if not self._pair:
+            return "GAACLayer(empty)"
+        sealed, codec = self._pair.sealed_tokens, self._pair.sequences[0].codec
+        return f"GAACLayer({sealed} tokens packed by {codec.id!r}, {self._pair.tokens - sealed} dense)"
+
+
+def tensors_of(pair: KVPair) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as attention gets them: views once a block is sealed, the dense tail before."""
+    return (KVView(pair, 0), KVView(pair, 1)) if pair.sealed_tokens else pair.dense()
+
+
+def check_states(keys: torch.Tensor, values: torch.Tensor, held: KVPair | None) -> None:
+    """Raises :class:`CacheMisuseError` unless ``keys`` and ``values`` can follow what a layer holds."""
+    for index, (name, states) in enumerate((("keys", keys), ("values", values))):
+        if states.dim() != 4 or states.shape[:3] != keys.shape[:3]:
+            raise CacheMisuseError(
+                f"{name}: expected [batch, kv_heads, tokens, head_dim], the same but for head_dim in keys and values; "
+                f"got keys {tuple(keys.shape)} and values {tuple(values.shape)}"
+            )
+        if states.requires_grad and torch.is_grad_enabled():
+            raise CacheMisuseError(
+                f"{name} require grad, but packed history cannot carry gradients. Run the model under "
+                "torch.no_grad() or torch.inference_mode(), or train without a cache"
+            )
+        if held is None:
+            continue
+        batch, heads, tokens, head_dim = held.shape(index)
+        if states.shape[0] != batch:
+            raise CacheMisuseError(
+                f"{name}: batch size {states.shape[0]}, but this cache holds {tokens} tokens of {batch} row(s). For "
+                "another prompt call reset() or take a new cache; for more sequences per prompt call "
+                "batch_repeat_interleave() on the filled cache first"
+            )
+        if (states.shape[1], states.shape[3]) != (heads, head_dim):
+            raise CacheMisuseError(
+                f"{name}: {states.shape[1]} kv_heads of width {states.shape[3]}, but this cache holds {heads} of "
+                f"width {head_dim}: it was filled by another model. Call reset() or take a new cache"
+            )
+        if states.dtype != held.dtype(index) or states.device != held.device:
+            raise CacheMisuseError(
+                f"{name}: {states.dtype} on {states.device}, but this cache holds {held.dtype(index)} on "
+                f"{held.device}. One cache keeps one dtype and device per layer: call reset() or take a new one"
+            )

@@ -1,0 +1,80 @@
+"""``KVView``: what ``update`` returns once blocks are sealed, a tensor in name whose numbers stay packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from .pair import KVPair
+
+# What a tensor can be asked without its numbers. Anything else makes the dense tensor first.
+_METADATA = {
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
+                 "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta", "is_sparse", "is_quantized", "is_nested",
+                 "itemsize", "nbytes")
+} | {
+    getattr(torch.Tensor, name)
+    for name in ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
+                 "is_contiguous", "is_floating_point", "is_complex", "get_device", "type", "__len__")
+}  # fmt: skip
+_METADATA.discard(torch.Tensor.type)  # also a conversion
+
+
+class KVView(torch.Tensor):
+    """Keys or values ``[batch, kv_heads, tokens, head_dim]`` of a layer, whose sealed blocks are still packed.
+
+    Shape, dtype, device and strides (contiguous) are known without decoding. Any operation on it computes with the
+    exact dense tensor, made at the first use and kept until the view dies: one layer at a time within a model.
+    ``scaled_dot_product_attention`` passes through :meth:`__torch_function__`, where a fused kernel can take over.
+    """
+
+    source: KVPair
+    index: int
+
+    @staticmethod
+    def __new__(cls, source: KVPair, index: int) -> KVView:
+        view = torch.Tensor._make_wrapper_subclass(
+            cls, source.shape(index), dtype=source.dtype(index), device=source.device, requires_grad=False
+        )
+        view.source, view.index = source, index
+        return view
+
+    def dense(self) -> torch.Tensor:
+        """The exact numbers as an ordinary tensor."""
+        return self.source.dense()[self.index]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return (
+                f"KVView({tuple(self.shape)}, {self.dtype}, {self.device}, "
+                f"{self.source.sealed_tokens} of {self.shape[2]} tokens packed)"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.dense().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = tree_map_only(KVView, KVView.dense, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls that reach the dispatcher from C++ see the dense tensor too."""
+        args, kwargs = tree_map_only(KVView, KVView.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)

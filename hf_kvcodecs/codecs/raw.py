@@ -1,0 +1,48 @@
+"""Blocks as they are: for dtypes without a code of their own, and for blocks that packing would not shrink."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ..kernels.exponent_unpack import block_view
+from ..layouts import PackedBlocks
+from .base import TensorCodec
+from .words import WORD_DTYPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawCodec(TensorCodec):
+    """Format (version 1): one plane ``raw`` of words ``[blocks, batch, kv_heads, block_tokens, head_dim]``.
+
+    Args:
+        dtype: dtype of the numbers, as a torch dtype or its name ("bfloat16").
+    """
+
+    id: ClassVar[str] = "raw"
+
+    dtype: torch.dtype = torch.bfloat16  # type: ignore[misc]  # a field where the base class has a property
+
+    def __post_init__(self) -> None:
+        TensorCodec.__post_init__(self)
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", getattr(torch, self.dtype, None))
+        if self.dtype not in WORD_DTYPES:
+            raise ValueError(f"dtype: expected one of {[str(d) for d in WORD_DTYPES]}, got {self.dtype!r}")
+
+    def encode(self, words: torch.Tensor) -> PackedBlocks:
+        return PackedBlocks(planes={"raw": words.clone(memory_format=torch.contiguous_format)})
+
+    def decode(self, packed: PackedBlocks, out: torch.Tensor) -> None:
+        raw = packed.planes["raw"]
+        block_view(out, raw.shape[0], self.block_tokens).copy_(raw)
+
+    def check(self, packed: PackedBlocks, head_dim: int) -> None:
+        packed.check({"raw": ((self.block_tokens, head_dim), self.word_dtype)}, {})
+
+    def config(self) -> dict[str, Any]:
+        options = asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
+        del options["backend"]
+        return {"id": self.id, "version": self.version, **options}
