@@ -1,0 +1,1 @@
+"""Where users meet the caches: command line helpers, evaluation, recipes."""
