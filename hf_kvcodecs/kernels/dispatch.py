@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +14,8 @@ BACKENDS = ("auto", "torch", "compile")
 COMPILE_FROM_ELEMENTS = 1 << 16  # below, plain torch takes under 0.2 ms, which no compilation earns back
 
 logger = logging.getLogger(__name__)
-_compile_lock = threading.Lock()
-_compile_failed = False
+_compile_works = True
+_noticed: set[str] = set()
 
 
 def check_backend(backend: str) -> str:
@@ -30,32 +30,33 @@ def use_compiled(backend: str, device: torch.device, elements: int) -> bool:
 
     On other devices plain torch runs everywhere (CUDA, MPS, XPU) until an own kernel covers them.
     """
-    if backend == "torch" or _compile_failed or torch.compiler.is_compiling():
+    if backend == "torch" or not _compile_works or torch.compiler.is_compiling():
         return False
     if backend == "compile":
         return True
     return device.type == "cpu" and elements >= COMPILE_FROM_ELEMENTS
 
 
-def compiled_or_eager(function: Callable[..., None], eager: Callable[..., None], *args: Any) -> None:
-    """Calls ``torch.compile(function)``, or ``eager`` for good, with one warning, where compiling is impossible.
+def compiled_or_eager(function: Callable[..., None], *args: Any) -> None:
+    """Calls ``torch.compile(function)``; where compiling is impossible, ``function`` itself, with one warning.
 
-    Both write the same values into the same outputs, so a failure between the two loses nothing.
+    Both write the same values into the same outputs, so a failure on the way loses nothing.
     """
-    global _compile_failed
+    global _compile_works
     try:
-        with _compile_lock:  # Dynamo compiles under its own lock, but its caches are not safe to fill from many threads
-            _compile(function)(*args)
-    except Exception as error:  # no compiler, no Python headers, an unsupported platform: Inductor has no common class
-        _compile_failed = True
-        reason = str(error).strip().splitlines() or [""]
-        logger.warning(
-            "Fused CPU unpacking could not be compiled (%s: %s); plain torch does the same, several times slower. "
-            "A C++ compiler (g++ or clang) in PATH makes it fast.",
-            type(error).__name__,
-            reason[0][:200],
-        )
-        eager(*args)
+        _compile(function)(*args)
+    except Exception as error:  # no compiler, no Python headers, ...: Inductor has no common class
+        kind = type(error).__name__
+        if kind != "FailOnRecompileLimitHit":  # that one concerns only new shapes
+            _compile_works = False
+        if kind not in _noticed:
+            _noticed.add(kind)
+            reason = (str(error).strip().splitlines() or [""])[0][:200]
+            logger.warning(
+                "Fused CPU unpacking could not be compiled (%s: %s). Plain torch does the same, several times "
+                "slower; a C++ compiler (g++ or clang) in PATH makes it fast.", kind, reason,
+            )  # fmt: skip
+        function(*args)
 
 
 @functools.cache
@@ -63,4 +64,7 @@ def _compile(function: Callable[..., None]) -> Callable[..., None]:
     logger.info("Compiling %s for this CPU, once (some seconds; Inductor keeps it on disk).", function.__name__)
     # Without the two thresholds Inductor writes intermediate codes to memory and is 1.6x slower (2-core AVX-512).
     options: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 100}
-    return torch.compile(function, fullgraph=True, options=options)
+    limit: dict[str, Any] = {}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        limit["recompile_limit"] = 256  # one variant per head_dim and dtype; Dynamo's own 8 is soon used up
+    return torch.compile(function, fullgraph=True, options=options, **limit)

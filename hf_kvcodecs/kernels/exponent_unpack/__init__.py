@@ -46,7 +46,7 @@ def exponent_unpack(
     if layout.word_bits == 16:
         inputs = fused_inputs(packed, layout, out, block_tokens)
         if use_compiled(backend, out.device, out.numel()):
-            compiled_or_eager(unpack_pairs, unpack_pairs, *inputs)
+            compiled_or_eager(unpack_pairs, *inputs)
         else:
             unpack_pairs(*inputs)
     else:
