@@ -30,9 +30,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..codecs import codec_from_config
-from ..errors import CacheMisuseError, CorruptDataError, UnsupportedLayoutError
+from ..codecs.words import WORD_DTYPES
+from ..errors import CacheMisuseError, CorruptDataError, KVCodecsError, UnsupportedLayoutError
 from ..layouts import PackedBlocks, check_version
-from .layer import GAACLayer
+from .layer import KV_DTYPES, GAACLayer
 from .pair import KVPair
 from .sequence import PackedSequence, Segment
 
@@ -83,8 +84,10 @@ def load_cache(
             if idx == len(cache.layers):
                 cache.layers.append(GAACLayer(cache.options))
             _fill_layer(cache.layers[idx], described, f"layers.{idx}", tensors, device)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CorruptDataError(f"{path}: the description of its layers is incomplete ({error!r})") from error
+    except KVCodecsError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise CorruptDataError(f"{path}: the description of its layers makes no sense ({error!r})") from error
     if tensors:
         raise CorruptDataError(f"{path}: tensors that nothing describes: {', '.join(sorted(tensors)[:4])}")
     _check_layers_agree(cache, path)
@@ -194,7 +197,9 @@ def _read_sequence(
         if packed.lead_shape[1:] != tail.shape[:2] or segment_codec.dtype != codec.dtype:
             raise CorruptDataError(f"{prefix}: segment {j} has another batch, number of heads or dtype than the tail")
         segments.append(Segment(codec=segment_codec, packed=packed))
-    dtype = getattr(torch, described["dtype"])
+    dtype = getattr(torch, described["dtype"], None)
+    if dtype not in WORD_DTYPES or (dtype != codec.dtype and codec.dtype not in KV_DTYPES.values()):
+        raise CorruptDataError(f"{prefix}: states of {described['dtype']!r} cannot be stored as {codec.dtype}")
     return PackedSequence(codec=codec, dtype=dtype, segments=tuple(segments), tail=tail)
 
 

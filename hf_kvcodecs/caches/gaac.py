@@ -12,11 +12,16 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .compat import attention_arguments
+from .compat import attention_arguments, calling_attention
 from .files import load_cache, save_cache
 from .guards import NeedsConfigForOtherLayers, PromptLength, check_first_forward, check_layer_order
 from .layer import GAACLayer, GAACOptions
 from .report import MemoryReport, measure
+from .view import KVView
+
+# Attention that calls torch functions on keys and values, so that a KVView may stand in for them. Compiled attention
+# (flex_attention), flash attention and hub kernels get dense tensors. None: nobody to ask, a view is right anyway.
+LAZY_ATTENTION = (None, "sdpa", "eager")
 
 
 class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc]  # transformers is untyped
@@ -65,6 +70,7 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
         self.options = GAACOptions(block_tokens=block_tokens, kv_dtype=kv_dtype, backend=backend, pack_from=pack_from)
         self.config = config
         self._claimed_by_generate = self._first_forward = False
+        self._attention: str | None = None
         super().__init__(config=config)
         new_layer = partial(GAACLayer, self.options)
         if config is None:
@@ -91,6 +97,7 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
         packed.layers = layers
         return packed
 
+    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,6 +111,10 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
             self._first_forward = False
         check_layer_order(self.layers, layer_idx, key_states.shape[-2])
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == 0 or self._attention is None:
+            self._attention = calling_attention()
+        if self._attention not in LAZY_ATTENTION and isinstance(keys, KVView):
+            return keys.dense(), values.dense()
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
