@@ -125,26 +125,31 @@ def print_environment(env: dict[str, Any]) -> None:
     print(", ".join([*versions, f"hf_kvcodecs {env['hf_kvcodecs']} ({env['commit']})"]), flush=True)
 
 
-def print_table(title: str, rows: list[dict[str, Any]], columns: list[str] | None = None) -> None:
-    """``rows`` under ``title``: the named columns, or one per key of the first row."""
+def print_table(
+    title: str, rows: list[dict[str, Any]], headers: dict[str, str] | None = None
+) -> None:
+    """``rows`` under ``title``: the keys of ``headers``, or every key of the first row by name."""
     table = Table(title=title, title_justify="left", title_style="bold")
-    names = columns or list(rows[0])
-    for name in names:
+    headers = headers or {name: name.replace("_", " ") for name in rows[0]}
+    for name, header in headers.items():
         is_text = isinstance(rows[0].get(name), str)
-        table.add_column(name, justify="left" if is_text else "right")
+        table.add_column(header, justify="left" if is_text else "right")
     for row in rows:
-        table.add_row(*(show(row.get(name)) for name in names))
+        table.add_row(*(show(row.get(name)) for name in headers))
     # A pipe has no width: take one that fits every table.
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 def show(value: Any) -> str:
-    """A number with sensible digits, anything else as it is."""
+    """A number with sensible digits, a dict as lines, anything else as it is."""
+    if isinstance(value, dict):
+        return "\n".join(f"{show(number)} {name}" for name, number in value.items())
     if not isinstance(value, float):
         return "-" if value is None else str(value)
     if abs(value) < 0.01:
         return f"{value:.2g}"
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    digits = 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1
+    return f"{value:.{digits}f}"
 
 
 def write_results(path: Path, env: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -129,12 +129,14 @@ def format_row(text: str, name: str, layers: list[tuple[Count, Count]]) -> dict[
         "factor": both.factor,
         "target": FACTOR_TARGETS.get(name),
         "bits": both.bits,
-        "key bits": keys.bits,
-        "value bits": values.bits,
+        "key_bits": keys.bits,
+        "value_bits": values.bits,
         "misfits": both.patches / both.elements,
         "escapes": both.flagged_units / both.units,
-        "worst layer": f"{worst:.3f} ({worst_idx})",
-        "best layer": f"{best:.3f} ({best_idx})",
+        "worst_factor": worst,
+        "in_layer": worst_idx,
+        "best_factor": best,
+        "of_layer": best_idx,
     }
 
 
@@ -191,12 +193,12 @@ def cache_row(name: str, cache: GAACCache, target: float | None) -> dict[str, An
     return {
         "cache": name,
         "tokens": report.tokens,
-        "dense tokens": report.tokens - cache.layers[0].pair.sealed_tokens,
-        "dense MiB": report.dense_bytes / 2**20,
-        "held MiB": report.total_bytes / 2**20,
+        "dense_tokens": report.tokens - cache.layers[0].pair.sealed_tokens,
+        "dense_MiB": report.dense_bytes / 2**20,
+        "held_MiB": report.total_bytes / 2**20,
         "ratio": report.ratio,
         "target": target,
-        "sealed bits": report.bits_per_element,
+        "sealed_bits": report.bits_per_element,
     }
 
 
@@ -240,7 +242,7 @@ def report(
 ) -> int:
     """Prints and writes everything; returns the exit status."""
     env = common.environment(path)
-    digests = {f"{name} digest": texts.digest(source) for name, source in sources.items()}
+    digests = {f"{name}_digest": texts.digest(source) for name, source in sources.items()}
     common.print_environment(env)
     print(", ".join(f"{name} {value}" for name, value in digests.items()))
     common.print_table(f"Keys and values of all layers, {args.tokens} tokens, bit-exact", codecs)

@@ -50,17 +50,17 @@ def compare(model: Any, ids: torch.Tensor, new_tokens: int) -> dict[str, Any]:
     position = differing[0] if differing else None
     compared = slice(0, new_tokens if position is None else position + 1)
     row = {
-        "prompt tokens": ids.shape[1],
-        "sealed tokens": cache.layers[0].pair.sealed_tokens,
+        "prompt_tokens": ids.shape[1],
+        "sealed_tokens": cache.layers[0].pair.sealed_tokens,
         "identical": position is None,
-        "largest logit difference": float(
+        "largest_logit_difference": float(
             (plain_logits[compared] - packed_logits[compared]).abs().max()
         ),
     }
     if position is not None:
         logits = plain_logits[position]
         row["position"] = position
-        row["logit gap"] = float(logits[plain[position]] - logits[packed[position]])
+        row["logit_gap"] = float(logits[plain[position]] - logits[packed[position]])
     return row
 
 
@@ -69,10 +69,10 @@ def summary(dtype: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "dtype": dtype,
         "identical": f"{sum(row['identical'] for row in rows)} of {len(rows)}",
-        "prompts with sealed blocks": sum(row["sealed tokens"] > 0 for row in rows),
-        "prompt tokens": f"{min(r['prompt tokens'] for r in rows)}"
-        f"-{max(r['prompt tokens'] for r in rows)}",
-        "largest logit difference": max(row["largest logit difference"] for row in rows),
+        "prompts_with_sealed_blocks": sum(row["sealed_tokens"] > 0 for row in rows),
+        "prompt_tokens": f"{min(r['prompt_tokens'] for r in rows)}"
+        f"-{max(r['prompt_tokens'] for r in rows)}",
+        "largest_logit_difference": max(row["largest_logit_difference"] for row in rows),
     }
 
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, path: str, prompts: list[str]) -> list[dict[st
         for idx, prompt in enumerate(prompts):
             ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
             row = compare(model, ids, args.new_tokens)
-            rows.append({"dtype": dtype, "prompt": idx, "new tokens": args.new_tokens, **row})
+            rows.append({"dtype": dtype, "prompt": idx, "new_tokens": args.new_tokens, **row})
     return rows
 
 
@@ -100,9 +100,9 @@ def main() -> int:
     prompts = texts.real_prompts(common.load_tokenizer(path), args.prompts)
     rows = run(args, path, prompts)
 
-    env = common.environment(path) | {"prompts digest": texts.digest("".join(prompts))}
+    env = common.environment(path) | {"prompts_digest": texts.digest("".join(prompts))}
     common.print_environment(env)
-    print(f"prompts {env['prompts digest']}, {args.new_tokens} new tokens each")
+    print(f"prompts {env['prompts_digest']}, {args.new_tokens} new tokens each")
     by_dtype = {dtype: [row for row in rows if row["dtype"] == dtype] for dtype in args.dtype}
     common.print_table(
         "Greedy continuations, GAACCache against DynamicCache",

@@ -153,13 +153,19 @@ class PackedBlocks:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held, index tables included."""
-        return sum(t.nbytes for group in (self.planes, self.pools, self.counts) for t in group.values())
+        return sum(
+            t.nbytes for group in (self.planes, self.pools, self.counts) for t in group.values()
+        )
 
     @property
     def block_nbytes(self) -> torch.Tensor:
         """int64 ``[blocks]``: bytes that each block takes, its share of the pools included."""
         blocks = self.lead_shape[0]
-        fixed = sum(t[:1].nbytes for group in (self.planes, self.counts) for t in group.values()) if blocks else 0
+        fixed = (
+            sum(t[:1].nbytes for group in (self.planes, self.counts) for t in group.values())
+            if blocks
+            else 0
+        )
         total = torch.full((blocks,), fixed, dtype=torch.int64)
         for name, pool in self.pools.items():
             words = self.counts[self.pool_counts[name]].sum((1, 2), dtype=torch.int64).cpu()
@@ -224,7 +230,11 @@ class PackedBlocks:
             counts={name: torch.cat([p.counts[name] for p in parts]) for name in first.counts},
         )
 
-    def check(self, expected: dict[str, tuple[tuple[int, ...], torch.dtype]], pools: dict[str, torch.dtype]) -> None:
+    def check(
+        self,
+        expected: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        pools: dict[str, torch.dtype],
+    ) -> None:
         """Raises :class:`CorruptDataError` unless planes have the expected shape (behind the leading three) and
         dtype, and the pools exactly the words that the counts announce."""
         lead = self.lead_shape
@@ -232,11 +242,15 @@ class PackedBlocks:
             found = self.planes.get(name)
             if found is None or found.dtype != dtype or tuple(found.shape) != (*lead, *shape):
                 got = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
-                raise CorruptDataError(f"packed array {name!r}: expected {dtype} {(*lead, *shape)}, got {got}")
+                raise CorruptDataError(
+                    f"packed array {name!r}: expected {dtype} {(*lead, *shape)}, got {got}"
+                )
         for name, dtype in pools.items():
             pool, counts = self.pools.get(name), self.counts.get(self.pool_counts.get(name, ""))
             if pool is None or counts is None or pool.dtype != dtype or tuple(counts.shape) != lead:
-                raise CorruptDataError(f"packed pool {name!r} is missing, or its words or counts have another type")
+                raise CorruptDataError(
+                    f"packed pool {name!r} is missing, or its words or counts have another type"
+                )
             if bool((counts < 0).any()) or int(counts.sum(dtype=torch.int64)) != pool.numel():
                 raise CorruptDataError(
                     f"packed pool {name!r} has {pool.numel()} words where its counts announce "

@@ -11,7 +11,13 @@ from hf_kvcodecs.codecs import TensorCodec, codec_from_config
 from hf_kvcodecs.codecs.words import WORD_DTYPES, to_words
 from hf_kvcodecs.layouts import PackedBlocks
 
-EXACT_DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
+EXACT_DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 
 
 def dtype_id(value: object) -> str:
@@ -26,10 +32,14 @@ def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
     if left.dtype in WORD_DTYPES:
         left, right = to_words(left.contiguous()), to_words(right.contiguous())
     different = (left != right).nonzero()
-    assert different.numel() == 0, f"{len(different)} words differ, the first at {different[0].tolist()}"
+    assert different.numel() == 0, (
+        f"{len(different)} words differ, the first at {different[0].tolist()}"
+    )
 
 
-def decoded(codec: TensorCodec, packed: PackedBlocks, head_dim: int, extra_tokens: int = 3) -> torch.Tensor:
+def decoded(
+    codec: TensorCodec, packed: PackedBlocks, head_dim: int, extra_tokens: int = 3
+) -> torch.Tensor:
     """All blocks of ``packed`` as ``[blocks, batch, kv_heads, block_tokens, head_dim]``, out of a longer buffer."""
     blocks, batch, heads = packed.lead_shape
     tokens = blocks * codec.block_tokens
@@ -70,14 +80,18 @@ def prompt(tokens: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
     return torch.randint(2, 101, (batch, tokens), generator=generator)
 
 
-def generate(model: torch.nn.Module, ids: torch.Tensor, cache: object, **options: object) -> torch.Tensor:
+def generate(
+    model: torch.nn.Module, ids: torch.Tensor, cache: object, **options: object
+) -> torch.Tensor:
     """``model.generate`` with ``cache`` under the name that the installed transformers wants."""
     options = {"max_new_tokens": 40, "do_sample": False} | options
     options.setdefault("attention_mask", (ids != 0).long())
     return model.generate(ids, **{CACHE_ARGUMENT: cache}, **options)
 
 
-def forward(model: torch.nn.Module, ids: torch.Tensor, cache: object, **options: object) -> torch.Tensor:
+def forward(
+    model: torch.nn.Module, ids: torch.Tensor, cache: object, **options: object
+) -> torch.Tensor:
     """Logits of one forward pass over ``ids`` with ``cache``."""
     with torch.no_grad():
         return model(ids, **{CACHE_ARGUMENT: cache}, **options).logits
@@ -92,7 +106,9 @@ def assert_same_contents(cache: GAACCache, reference: DynamicCache) -> None:
         assert_same_bits(values, layer.values)
 
 
-def filled_pair(model: torch.nn.Module, ids: torch.Tensor, **options: object) -> tuple[GAACCache, DynamicCache]:
+def filled_pair(
+    model: torch.nn.Module, ids: torch.Tensor, **options: object
+) -> tuple[GAACCache, DynamicCache]:
     """A GAACCache and a DynamicCache that have seen the same ``ids``."""
     packed, dynamic = GAACCache(**options), DynamicCache()
     forward(model, ids, packed)

@@ -47,10 +47,14 @@ POOL_COUNTS = {"escapes": "escapes", "patch_index": "patches", "patch_bits": "pa
 def save_cache(cache: GAACCache, path: str | os.PathLike[str]) -> None:
     """See :meth:`GAACCache.save`."""
     tensors: dict[str, torch.Tensor] = {}
-    layers = [_describe_layer(layer, f"layers.{i}", tensors) for i, layer in enumerate(cache.layers)]
+    layers = [
+        _describe_layer(layer, f"layers.{i}", tensors) for i, layer in enumerate(cache.layers)
+    ]
     options = {"block_tokens": cache.options.block_tokens, "kv_dtype": cache.options.kv_dtype,
                "pack_from": cache.options.pack_from}  # fmt: skip
-    description = json.dumps({"options": options, "model": model_identity(cache.config), "layers": layers})
+    description = json.dumps(
+        {"options": options, "model": model_identity(cache.config), "layers": layers}
+    )
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {
         "format": FORMAT,
@@ -70,7 +74,10 @@ def save_cache(cache: GAACCache, path: str | os.PathLike[str]) -> None:
 
 
 def load_cache(
-    cls: type[GAACCache], path: str | os.PathLike[str], device: torch.device, config: PreTrainedConfig | None
+    cls: type[GAACCache],
+    path: str | os.PathLike[str],
+    device: torch.device,
+    config: PreTrainedConfig | None,
 ) -> GAACCache:
     """See :meth:`GAACCache.load`."""
     description, tensors = _read(Path(path))
@@ -79,7 +86,9 @@ def load_cache(
         cache = cls(config, **description["options"])
         layers = description["layers"]
         if config is not None and len(cache.layers) != len(layers):
-            raise CacheMisuseError(f"{path}: {len(layers)} layers, but the given model has {len(cache.layers)}")
+            raise CacheMisuseError(
+                f"{path}: {len(layers)} layers, but the given model has {len(cache.layers)}"
+            )
         for idx, described in enumerate(layers):
             if idx == len(cache.layers):
                 cache.layers.append(GAACLayer(cache.options))
@@ -87,9 +96,13 @@ def load_cache(
     except KVCodecsError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise CorruptDataError(f"{path}: the description of its layers makes no sense ({error!r})") from error
+        raise CorruptDataError(
+            f"{path}: the description of its layers makes no sense ({error!r})"
+        ) from error
     if tensors:
-        raise CorruptDataError(f"{path}: tensors that nothing describes: {', '.join(sorted(tensors)[:4])}")
+        raise CorruptDataError(
+            f"{path}: tensors that nothing describes: {', '.join(sorted(tensors)[:4])}"
+        )
     _check_layers_agree(cache, path)
     return cache
 
@@ -99,9 +112,20 @@ def model_identity(config: PreTrainedConfig | None) -> dict[str, str] | None:
     if config is None:
         return None
     fields = config.get_text_config(decoder=True).to_dict()
-    for volatile in ("_name_or_path", "transformers_version", "use_cache", "architectures", "dtype", "torch_dtype"):
+    for volatile in (
+        "_name_or_path",
+        "transformers_version",
+        "use_cache",
+        "architectures",
+        "dtype",
+        "torch_dtype",
+    ):
         fields.pop(volatile, None)
-    fields = {name: value for name, value in fields.items() if not name.startswith("_") and "token_id" not in name}
+    fields = {
+        name: value
+        for name, value in fields.items()
+        if not name.startswith("_") and "token_id" not in name
+    }
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
     return {"name": Path(config.name_or_path or "").name, "config_sha256": digest}
 
@@ -123,7 +147,10 @@ def _describe_layer(layer: Any, prefix: str, tensors: dict[str, torch.Tensor]) -
         if not layer.is_initialized:
             return {"kind": "empty"}
         sequences = enumerate(layer.sequences)
-        return {"kind": "gaac", "sequences": [_describe_sequence(s, f"{prefix}.{j}", tensors) for j, s in sequences]}
+        return {
+            "kind": "gaac",
+            "sequences": [_describe_sequence(s, f"{prefix}.{j}", tensors) for j, s in sequences],
+        }
     if type(layer) is DynamicSlidingWindowLayer:
         if not layer.is_initialized:
             return {"kind": "empty"}
@@ -131,7 +158,9 @@ def _describe_layer(layer: Any, prefix: str, tensors: dict[str, torch.Tensor]) -
         return {"kind": "sliding", "cumulative_length": int(layer.cumulative_length)}
     if type(layer).__name__ == "DummyLayer":
         return {"kind": "dummy"}
-    raise ValueError(f"{prefix}: a {type(layer).__name__} cannot be saved; only attention layers can")
+    raise ValueError(
+        f"{prefix}: a {type(layer).__name__} cannot be saved; only attention layers can"
+    )
 
 
 def _describe_sequence(
@@ -150,7 +179,11 @@ def _describe_sequence(
 
 
 def _fill_layer(
-    layer: Any, described: dict[str, Any], prefix: str, tensors: dict[str, torch.Tensor], device: torch.device
+    layer: Any,
+    described: dict[str, Any],
+    prefix: str,
+    tensors: dict[str, torch.Tensor],
+    device: torch.device,
 ) -> None:
     """Gives ``layer`` what ``described`` and ``tensors`` hold; the tensors used are taken out of ``tensors``."""
     kind = described["kind"]
@@ -169,7 +202,10 @@ def _fill_layer(
         layer.pair = KVPair(sequences)
         layer.move(device)
     elif kind == "sliding" and type(layer) is DynamicSlidingWindowLayer:
-        keys, values = tensors.pop(f"{prefix}.keys").to(device), tensors.pop(f"{prefix}.values").to(device)
+        keys, values = (
+            tensors.pop(f"{prefix}.keys").to(device),
+            tensors.pop(f"{prefix}.values").to(device),
+        )
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
         layer.cumulative_length = int(described["cumulative_length"])
@@ -188,18 +224,24 @@ def _read_sequence(
     codec = _codec({**described["codec"], "backend": backend}, prefix)
     tail = tensors.pop(f"{prefix}.tail")
     if tail.dim() != 4 or tail.dtype != codec.word_dtype:
-        raise CorruptDataError(f"{prefix}.tail: expected four axes of {codec.word_dtype}, got {tail.dtype} {tail.shape}")
+        raise CorruptDataError(
+            f"{prefix}.tail: expected four axes of {codec.word_dtype}, got {tail.dtype} {tail.shape}"
+        )
     segments = []
     for j, config in enumerate(described["segments"]):
         segment_codec = _codec({**config, "backend": backend}, prefix)
         packed = _read_blocks(f"{prefix}.{j}.", tensors)
         segment_codec.check(packed, tail.shape[3])
         if packed.lead_shape[1:] != tail.shape[:2] or segment_codec.dtype != codec.dtype:
-            raise CorruptDataError(f"{prefix}: segment {j} has another batch, number of heads or dtype than the tail")
+            raise CorruptDataError(
+                f"{prefix}: segment {j} has another batch, number of heads or dtype than the tail"
+            )
         segments.append(Segment(codec=segment_codec, packed=packed))
     dtype = getattr(torch, described["dtype"], None)
     if dtype not in WORD_DTYPES or (dtype != codec.dtype and codec.dtype not in KV_DTYPES.values()):
-        raise CorruptDataError(f"{prefix}: states of {described['dtype']!r} cannot be stored as {codec.dtype}")
+        raise CorruptDataError(
+            f"{prefix}: states of {described['dtype']!r} cannot be stored as {codec.dtype}"
+        )
     return PackedSequence(codec=codec, dtype=dtype, segments=tuple(segments), tail=tail)
 
 
@@ -215,12 +257,20 @@ def _codec(config: dict[str, Any], prefix: str) -> Any:
 def _read_blocks(prefix: str, tensors: dict[str, torch.Tensor]) -> PackedBlocks:
     def take(group: str) -> dict[str, torch.Tensor]:
         start = f"{prefix}{group}."
-        return {name.removeprefix(start): tensors.pop(name) for name in list(tensors) if name.startswith(start)}
+        return {
+            name.removeprefix(start): tensors.pop(name)
+            for name in list(tensors)
+            if name.startswith(start)
+        }
 
     planes, pools, counts = take("planes"), take("pools"), take("counts")
     if not planes or any(plane.dim() < 3 for plane in planes.values()):
-        raise CorruptDataError(f"{prefix}planes: missing, or without the axes blocks, batch, kv_heads")
-    return PackedBlocks(planes=planes, pools=pools, counts=counts, pool_counts={n: POOL_COUNTS[n] for n in pools})
+        raise CorruptDataError(
+            f"{prefix}planes: missing, or without the axes blocks, batch, kv_heads"
+        )
+    return PackedBlocks(
+        planes=planes, pools=pools, counts=counts, pool_counts={n: POOL_COUNTS[n] for n in pools}
+    )
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -231,15 +281,23 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
-                raise CorruptDataError(f"{path}: a safetensors file, but not one that GAACCache.save wrote")
+                raise CorruptDataError(
+                    f"{path}: a safetensors file, but not one that GAACCache.save wrote"
+                )
             version = metadata.get("version", "")
-            check_version(f"{path}: cache file", int(version) if version.isdecimal() else -1, VERSION)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            check_version(
+                f"{path}: cache file", int(version) if version.isdecimal() else -1, VERSION
+            )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError) as error:
-        raise CorruptDataError(f"{path}: not a readable safetensors file, truncated perhaps ({error})") from error
+        raise CorruptDataError(
+            f"{path}: not a readable safetensors file, truncated perhaps ({error})"
+        ) from error
     description = metadata.get("description", "")
     if metadata.get("sha256") != _digest(description, tensors):
-        raise CorruptDataError(f"{path}: its contents do not match its checksum: the file is damaged")
+        raise CorruptDataError(
+            f"{path}: its contents do not match its checksum: the file is damaged"
+        )
     try:
         described = json.loads(description)
     except json.JSONDecodeError as error:
@@ -257,6 +315,12 @@ def _digest(description: str, tensors: dict[str, torch.Tensor]) -> str:
 
 
 def _check_layers_agree(cache: GAACCache, path: Any) -> None:
-    seen = {layer.pair.shape(0)[::2] for layer in cache.layers if isinstance(layer, GAACLayer) and layer.sequences}
+    seen = {
+        layer.pair.shape(0)[::2]
+        for layer in cache.layers
+        if isinstance(layer, GAACLayer) and layer.sequences
+    }
     if len(seen) > 1:
-        raise CorruptDataError(f"{path}: layers of different batch sizes or lengths: {sorted(seen)}")
+        raise CorruptDataError(
+            f"{path}: layers of different batch sizes or lengths: {sorted(seen)}"
+        )

@@ -64,10 +64,16 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
     ) -> None:
         for name, value in (("offload", offload), ("max_tokens", max_tokens)):
             if value is not None:
-                raise ValueError(f"{name}={value!r} is not available in this release; leave it at None")
+                raise ValueError(
+                    f"{name}={value!r} is not available in this release; leave it at None"
+                )
         if config is not None and not isinstance(config, PreTrainedConfig):
-            raise TypeError(f"config: expected the model's config (model.config), got {type(config).__name__}")
-        self.options = GAACOptions(block_tokens=block_tokens, kv_dtype=kv_dtype, backend=backend, pack_from=pack_from)
+            raise TypeError(
+                f"config: expected the model's config (model.config), got {type(config).__name__}"
+            )
+        self.options = GAACOptions(
+            block_tokens=block_tokens, kv_dtype=kv_dtype, backend=backend, pack_from=pack_from
+        )
         self.config = config
         self._claimed_by_generate = self._first_forward = False
         self._attention: str | None = None
@@ -75,10 +81,14 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
         new_layer = partial(GAACLayer, self.options)
         if config is None:
             self.layer_class_to_replicate = new_layer
-        self.layers = [new_layer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.layers = [
+            new_layer() if type(layer) is DynamicLayer else layer for layer in self.layers
+        ]
 
     @classmethod
-    def from_cache(cls, cache: Cache, config: PreTrainedConfig | None = None, **options: Any) -> GAACCache:
+    def from_cache(
+        cls, cache: Cache, config: PreTrainedConfig | None = None, **options: Any
+    ) -> GAACCache:
         """A new cache with the contents of ``cache`` (a ``DynamicCache``), which is left as it is.
 
         Full-attention layers are packed, all others copied. ``options`` are those of :class:`GAACCache`.
@@ -99,7 +109,12 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
 
     @torch.compiler.disable
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds tokens to a layer and returns its keys and values, see :meth:`GAACLayer.update`.
 
@@ -198,4 +213,8 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
                 span = f"{first}" if idx - first == 1 else f"{first}-{idx - 1}"
                 lines.append(f"  {span}: {names[first]}")
                 first = idx
-        return f"{type(self).__name__}({self.options}, layers:\n" + "\n".join(lines or ["  none yet"]) + "\n)"
+        return (
+            f"{type(self).__name__}({self.options}, layers:\n"
+            + "\n".join(lines or ["  none yet"])
+            + "\n)"
+        )

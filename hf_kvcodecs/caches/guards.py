@@ -43,7 +43,12 @@ def check_first_forward(held_tokens: int, attention_arguments: dict[str, Any]) -
             "one of the two"
         )
     positions = attention_arguments.get("position_ids")
-    if held_tokens and positions is not None and positions.dim() == 2 and int(positions[:, 0].max()) == 0:
+    if (
+        held_tokens
+        and positions is not None
+        and positions.dim() == 2
+        and int(positions[:, 0].max()) == 0
+    ):
         raise CacheMisuseError(
             f"This cache holds {held_tokens} tokens, but the model is fed a text from its beginning again (assisted "
             f"decoding does so with a filled cache). {OTHER_PROMPT}"
@@ -57,7 +62,9 @@ def check_layer_order(layers: list[Any], layer_idx: int, new_tokens: int) -> Non
     """
     below = layers[layer_idx - 1] if 0 < layer_idx <= len(layers) else None
     here = layers[layer_idx] if layer_idx < len(layers) else None
-    if isinstance(below, GAACLayer) and (here is None or (isinstance(here, GAACLayer) and not here.is_initialized)):
+    if isinstance(below, GAACLayer) and (
+        here is None or (isinstance(here, GAACLayer) and not here.is_initialized)
+    ):
         held = below.get_seq_length()
         if below.is_initialized and held != new_tokens:
             raise CacheMisuseError(

@@ -28,18 +28,26 @@ class GAACOptions:
     pack_from: int = 0
 
     def __post_init__(self) -> None:
-        codec_for(torch.bfloat16, block_tokens=self.block_tokens, backend=self.backend)  # raises on bad values
+        codec_for(
+            torch.bfloat16, block_tokens=self.block_tokens, backend=self.backend
+        )  # raises on bad values
         if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
-            raise ValueError(f"kv_dtype: expected None or one of {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}")
+            raise ValueError(
+                f"kv_dtype: expected None or one of {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}"
+            )
         if not isinstance(self.pack_from, int) or self.pack_from < 0:
-            raise ValueError(f"pack_from: expected a number of tokens of at least 0, got {self.pack_from!r}")
+            raise ValueError(
+                f"pack_from: expected a number of tokens of at least 0, got {self.pack_from!r}"
+            )
 
     def codec(self, dtype: torch.dtype) -> TensorCodec:
         """The codec for states of ``dtype``."""
         stored = KV_DTYPES[self.kv_dtype] if self.kv_dtype else dtype
         codec = codec_for(stored, block_tokens=self.block_tokens, backend=self.backend)
         if isinstance(codec, RawCodec):
-            notice_once(f"GAACCache keeps {dtype} states exactly but unpacked: only bf16, fp16 and fp32 can be packed.")
+            notice_once(
+                f"GAACCache keeps {dtype} states exactly but unpacked: only bf16, fp16 and fp32 can be packed."
+            )
         return codec
 
 
@@ -105,7 +113,9 @@ class GAACLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         check_states(key_states, value_states, self._pair)
         held = self._pair or KVPair.begin(key_states, value_states, self.options.codec)
         pair = held.append(key_states, value_states)
-        self._pair = pair.map(PackedSequence.seal) if pair.tokens >= self.options.pack_from else pair
+        self._pair = (
+            pair.map(PackedSequence.seal) if pair.tokens >= self.options.pack_from else pair
+        )
         return tensors_of(pair)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -143,7 +153,9 @@ class GAACLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self._pair:
-            self.batch_select_indices(torch.arange(self._pair.batch, device=self.device).repeat_interleave(repeats))
+            self.batch_select_indices(
+                torch.arange(self._pair.batch, device=self.device).repeat_interleave(repeats)
+            )
 
     def offload(self) -> None:
         self._home = self.device
@@ -155,13 +167,17 @@ class GAACLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     def move(self, device: torch.device) -> None:
         """Moves everything held to ``device``."""
         if self._pair and self.device != device:
-            self._pair = self._pair.map(lambda sequence: sequence.map(lambda tensor: tensor.to(device)))
+            self._pair = self._pair.map(
+                lambda sequence: sequence.map(lambda tensor: tensor.to(device))
+            )
 
     def __repr__(self) -> str:
         if not self._pair:
             return "GAACLayer(empty)"
         sealed, codec = self._pair.sealed_tokens, self._pair.sequences[0].codec
-        return f"GAACLayer({sealed} tokens packed by {codec.id!r}, {self._pair.tokens - sealed} dense)"
+        return (
+            f"GAACLayer({sealed} tokens packed by {codec.id!r}, {self._pair.tokens - sealed} dense)"
+        )
 
 
 def tensors_of(pair: KVPair) -> tuple[torch.Tensor, torch.Tensor]:

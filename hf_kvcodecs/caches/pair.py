@@ -22,7 +22,9 @@ class KVPair:
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @staticmethod
-    def begin(keys: torch.Tensor, values: torch.Tensor, codec: Callable[[torch.dtype], TensorCodec]) -> KVPair:
+    def begin(
+        keys: torch.Tensor, values: torch.Tensor, codec: Callable[[torch.dtype], TensorCodec]
+    ) -> KVPair:
         """An empty pair for states like these, with the codec that ``codec`` names for their dtypes."""
         together = keys.shape == values.shape and keys.dtype == values.dtype
         states = (torch.cat([keys[:, :, :0], values[:, :, :0]]),) if together else (keys, values)

@@ -47,7 +47,9 @@ class MemoryReport:
     @property
     def bits_per_element(self) -> float:
         """Bits of a number in the sealed blocks, all tables counted, the tail left out; NaN while none is sealed."""
-        return 8 * self.packed_bytes / self.packed_elements if self.packed_elements else float("nan")
+        return (
+            8 * self.packed_bytes / self.packed_elements if self.packed_elements else float("nan")
+        )
 
 
 def measure(layers: Iterable[Any]) -> MemoryReport:
@@ -69,13 +71,19 @@ def measure(layers: Iterable[Any]) -> MemoryReport:
             if hasattr(layer, "get_seq_length"):
                 tokens = max(tokens, int(layer.get_seq_length()))
     return MemoryReport(
-        tokens=tokens, packed_bytes=packed, tail_bytes=tail, dense_bytes=dense, packed_elements=elements
+        tokens=tokens,
+        packed_bytes=packed,
+        tail_bytes=tail,
+        dense_bytes=dense,
+        packed_elements=elements,
     )
 
 
 def storage_bytes(tree: Any) -> int:
     """Bytes of the memory behind all tensors in ``tree``, each piece of memory once (a slice keeps its whole)."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(tree)}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(tree)
+    }
     return sum(storages.values())
 
 

@@ -68,7 +68,9 @@ class PackedSequence:
 
     def append(self, states: torch.Tensor) -> PackedSequence:
         """With ``states`` behind the tail, dense for now (see :meth:`seal`). Casts to the stored dtype, if another."""
-        return replace(self, tail=torch.cat([self.tail, to_words(_cast(states, self.codec.dtype))], dim=2))
+        return replace(
+            self, tail=torch.cat([self.tail, to_words(_cast(states, self.codec.dtype))], dim=2)
+        )
 
     def seal(self) -> PackedSequence:
         """With every full block of the tail packed, each for the first and only time."""
@@ -77,7 +79,9 @@ class PackedSequence:
         if blocks == 0:
             return self
         words = self.tail[:, :, : blocks * size].unflatten(2, (blocks, size)).permute(2, 0, 1, 3, 4)
-        tail = self.tail[:, :, blocks * size :].clone()  # a copy, so that the sealed tokens' memory is freed
+        tail = self.tail[
+            :, :, blocks * size :
+        ].clone()  # a copy, so that the sealed tokens' memory is freed
         segments = _joined([*self.segments, *_encode(self.codec, words)])
         return replace(self, segments=segments, tail=tail)
 
@@ -132,7 +136,9 @@ class PackedSequence:
     def select_batch(self, index: torch.Tensor) -> PackedSequence:
         """Rows ``index`` (int64) of the batch, in that order, repeats allowed. No block is decoded."""
         segments = tuple(replace(s, packed=s.packed.select(1, index)) for s in self.segments)
-        return replace(self, segments=segments, tail=self.tail.index_select(0, index.to(self.tail.device)))
+        return replace(
+            self, segments=segments, tail=self.tail.index_select(0, index.to(self.tail.device))
+        )
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedSequence:
         """The same tokens with ``function`` applied to every tensor held."""
@@ -174,7 +180,9 @@ def _joined(segments: list[Segment]) -> tuple[Segment, ...]:
             groups[-1].append(segment)
         else:
             groups.append([segment])
-    return tuple(replace(group[0], packed=PackedBlocks.cat([s.packed for s in group])) for group in groups)
+    return tuple(
+        replace(group[0], packed=PackedBlocks.cat([s.packed for s in group])) for group in groups
+    )
 
 
 def _copied(segment: Segment) -> Segment:

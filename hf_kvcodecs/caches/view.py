@@ -38,7 +38,11 @@ class KVView(torch.Tensor):
     @staticmethod
     def __new__(cls, source: KVPair, index: int) -> KVView:
         view = torch.Tensor._make_wrapper_subclass(
-            cls, source.shape(index), dtype=source.dtype(index), device=source.device, requires_grad=False
+            cls,
+            source.shape(index),
+            dtype=source.dtype(index),
+            device=source.device,
+            requires_grad=False,
         )
         view.source, view.index = source, index
         return view
@@ -62,7 +66,11 @@ class KVView(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
@@ -73,7 +81,11 @@ class KVView(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Calls that reach the dispatcher from C++ see the dense tensor too."""
         args, kwargs = tree_map_only(KVView, KVView.dense, (args, kwargs or {}))

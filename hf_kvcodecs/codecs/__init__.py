@@ -13,9 +13,19 @@ from .raw import RawCodec
 from .split_float32 import SplitFloat32Codec
 from .words import WORD_DTYPES
 
-__all__ = ["CODECS", "ExponentCodec", "RawCodec", "SplitFloat32Codec", "TensorCodec", "codec_for", "codec_from_config"]
+__all__ = [
+    "CODECS",
+    "ExponentCodec",
+    "RawCodec",
+    "SplitFloat32Codec",
+    "TensorCodec",
+    "codec_for",
+    "codec_from_config",
+]
 
-CODECS: dict[str, type[TensorCodec]] = {codec.id: codec for codec in (ExponentCodec, SplitFloat32Codec, RawCodec)}
+CODECS: dict[str, type[TensorCodec]] = {
+    codec.id: codec for codec in (ExponentCodec, SplitFloat32Codec, RawCodec)
+}
 
 
 def codec_for(dtype: torch.dtype, *, block_tokens: int = 128, backend: str = "auto") -> TensorCodec:
@@ -41,7 +51,9 @@ def codec_from_config(config: dict[str, Any]) -> TensorCodec:
     name, version = options.pop("id", None), options.pop("version", None)
     if name not in CODECS:
         raise ValueError(f"codec id: expected one of {', '.join(CODECS)}, got {name!r}")
-    check_version(f"codec {name!r}", version if isinstance(version, int) else -1, CODECS[name].version)
+    check_version(
+        f"codec {name!r}", version if isinstance(version, int) else -1, CODECS[name].version
+    )
     try:
         return CODECS[name](**options)
     except TypeError as error:

@@ -33,7 +33,11 @@ class TensorCodec(ABC):
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block_tokens, int) or self.block_tokens < WORD_TOKENS or self.block_tokens % WORD_TOKENS:
+        if (
+            not isinstance(self.block_tokens, int)
+            or self.block_tokens < WORD_TOKENS
+            or self.block_tokens % WORD_TOKENS
+        ):
             raise ValueError(
                 f"block_tokens: expected a multiple of {WORD_TOKENS} of at least {WORD_TOKENS}, got "
                 f"{self.block_tokens!r}; 128 is the usual choice"

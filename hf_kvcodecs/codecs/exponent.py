@@ -41,9 +41,13 @@ class ExponentCodec(TensorCodec):
     def __post_init__(self) -> None:
         TensorCodec.__post_init__(self)
         if self.float_format not in EXPONENT_LAYOUTS:
-            raise ValueError(f"float_format: expected one of {', '.join(EXPONENT_LAYOUTS)}, got {self.float_format!r}")
+            raise ValueError(
+                f"float_format: expected one of {', '.join(EXPONENT_LAYOUTS)}, got {self.float_format!r}"
+            )
         if self.word_order != self.layout.word_order:
-            raise ValueError(f"word_order: expected {self.layout.word_order!r}, got {self.word_order!r}")
+            raise ValueError(
+                f"word_order: expected {self.layout.word_order!r}, got {self.word_order!r}"
+            )
 
     @property
     def layout(self) -> ExponentLayout:
@@ -80,9 +84,19 @@ class ExponentCodec(TensorCodec):
         shifts = torch.arange(0, 8, self.layout.tag_bits, dtype=torch.uint8, device=tags.device)
         tag = (tags.unsqueeze(-1) >> shifts) & (2**self.layout.tag_bits - 1)
         if bool((tag > self.layout.optional_planes).any()):
-            raise CorruptDataError("packed array 'tags' names more planes than the format has: the data is damaged")
+            raise CorruptDataError(
+                "packed array 'tags' names more planes than the format has: the data is damaged"
+            )
         if not torch.equal(tag.sum((-3, -2, -1), dtype=torch.int32), packed.counts["escapes"]):
-            raise CorruptDataError("packed array 'tags' disagrees with the counts of escapes: the data is damaged")
+            raise CorruptDataError(
+                "packed array 'tags' disagrees with the counts of escapes: the data is damaged"
+            )
         index = packed.pools.get("patch_index")
-        if index is not None and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < record_elements:
-            raise CorruptDataError("packed pool 'patch_index' points outside its block: the data is damaged")
+        if (
+            index is not None
+            and index.numel()
+            and not 0 <= int(index.min()) <= int(index.max()) < record_elements
+        ):
+            raise CorruptDataError(
+                "packed pool 'patch_index' points outside its block: the data is damaged"
+            )

@@ -30,7 +30,9 @@ class RawCodec(TensorCodec):
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", getattr(torch, self.dtype, None))
         if self.dtype not in WORD_DTYPES:
-            raise ValueError(f"dtype: expected one of {[str(d) for d in WORD_DTYPES]}, got {self.dtype!r}")
+            raise ValueError(
+                f"dtype: expected one of {[str(d) for d in WORD_DTYPES]}, got {self.dtype!r}"
+            )
 
     def encode(self, words: torch.Tensor) -> PackedBlocks:
         return PackedBlocks(planes={"raw": words.clone(memory_format=torch.contiguous_format)})

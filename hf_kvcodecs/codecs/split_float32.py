@@ -29,7 +29,9 @@ class SplitFloat32Codec(TensorCodec):
 
     @property
     def upper(self) -> ExponentCodec:
-        return ExponentCodec(float_format="bf16", block_tokens=self.block_tokens, backend=self.backend)
+        return ExponentCodec(
+            float_format="bf16", block_tokens=self.block_tokens, backend=self.backend
+        )
 
     def encode(self, words: torch.Tensor) -> PackedBlocks:
         packed = self.upper.encode((words >> 16).to(torch.int16))
@@ -37,7 +39,9 @@ class SplitFloat32Codec(TensorCodec):
 
     def decode(self, packed: PackedBlocks, out: torch.Tensor) -> None:
         blocks = packed.lead_shape[0]
-        upper = out.new_empty((*out.shape[:2], blocks * self.block_tokens, out.shape[3]), dtype=torch.int16)
+        upper = out.new_empty(
+            (*out.shape[:2], blocks * self.block_tokens, out.shape[3]), dtype=torch.int16
+        )
         self.upper.decode(packed, upper)
         target = block_view(out, blocks, self.block_tokens)
         target.copy_(block_view(upper, blocks, self.block_tokens))

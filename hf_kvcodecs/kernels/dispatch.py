@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 BACKENDS = ("auto", "torch", "compile")
-COMPILE_FROM_ELEMENTS = 1 << 16  # below, plain torch takes under 0.2 ms, which no compilation earns back
+COMPILE_FROM_ELEMENTS = (
+    1 << 16
+)  # below, plain torch takes under 0.2 ms, which no compilation earns back
 
 logger = logging.getLogger(__name__)
 _compile_works = True
@@ -21,7 +23,9 @@ _noticed: set[str] = set()
 def check_backend(backend: str) -> str:
     """``backend`` itself if it names one; raises ``ValueError`` otherwise."""
     if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+        raise ValueError(
+            f"backend: expected one of {', '.join(map(repr, BACKENDS))}, got {backend!r}"
+        )
     return backend
 
 
@@ -61,10 +65,15 @@ def compiled_or_eager(function: Callable[..., None], *args: Any) -> None:
 
 @functools.cache
 def _compile(function: Callable[..., None]) -> Callable[..., None]:
-    logger.info("Compiling %s for this CPU, once (some seconds; Inductor keeps it on disk).", function.__name__)
+    logger.info(
+        "Compiling %s for this CPU, once (some seconds; Inductor keeps it on disk).",
+        function.__name__,
+    )
     # Without the two thresholds Inductor writes intermediate codes to memory and is 1.6x slower (2-core AVX-512).
     options: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 100}
     limit: dict[str, Any] = {}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        limit["recompile_limit"] = 256  # one variant per head_dim and dtype; Dynamo's own 8 is soon used up
+        limit["recompile_limit"] = (
+            256  # one variant per head_dim and dtype; Dynamo's own 8 is soon used up
+        )
     return torch.compile(function, fullgraph=True, options=options, **limit)

@@ -14,7 +14,15 @@ from transformers import DynamicCache
 from hf_kvcodecs import CacheMisuseError, CorruptDataError, GAACCache, UnsupportedLayoutError
 from hf_kvcodecs.caches.files import _digest
 
-from ..harness import assert_same_bits, assert_same_contents, dtype_id, filled_pair, forward, prompt, tiny_llama
+from ..harness import (
+    assert_same_bits,
+    assert_same_contents,
+    dtype_id,
+    filled_pair,
+    forward,
+    prompt,
+    tiny_llama,
+)
 from .test_generate import tiny_gemma
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "gaac_cache"
@@ -99,7 +107,7 @@ def rewritten(path, change):
     """The file with its metadata and tensors passed through ``change``."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     change(metadata, tensors)
     save_file(tensors, path, metadata=metadata)
 
@@ -155,19 +163,25 @@ def test_a_newer_version_is_refused_by_name(tmp_path, tiny_models):
 CONTRADICTIONS = {
     "missing-tail": lambda d, t: t.pop("layers.0.0.tail"),
     "missing-plane": lambda d, t: t.pop("layers.0.0.0.planes.bits"),
-    "short-pool": lambda d, t: t.update({"layers.0.0.0.pools.escapes": t["layers.0.0.0.pools.escapes"][1:]}),
+    "short-pool": lambda d, t: t.update(
+        {"layers.0.0.0.pools.escapes": t["layers.0.0.0.pools.escapes"][1:]}
+    ),
     "extra-tensor": lambda d, t: t.update({"layers.9.0.tail": torch.zeros(3)}),
     "no-layers": lambda d, t: d.pop("layers"),
     "layers-a-number": lambda d, t: d.update(layers=3),
     "no-codec": lambda d, t: d["layers"][0]["sequences"][0].pop("codec"),
     "unknown-option": lambda d, t: d["options"].update(colour="red"),
     "bad-option": lambda d, t: d["options"].update(block_tokens=7),
-    "other-length": lambda d, t: t.update({"layers.1.0.tail": t["layers.1.0.tail"][:, :, 1:].contiguous()}),
+    "other-length": lambda d, t: t.update(
+        {"layers.1.0.tail": t["layers.1.0.tail"][:, :, 1:].contiguous()}
+    ),
     "odd-rows": lambda d, t: t.update({"layers.1.0.tail": t["layers.1.0.tail"][:1]}),
     "wrong-dtype": lambda d, t: d["layers"][0]["sequences"][0].update(dtype="int3"),
     "other-dtype": lambda d, t: d["layers"][0]["sequences"][0].update(dtype="float32"),
     "unknown-codec": lambda d, t: d["layers"][0]["sequences"][0]["codec"].update(id="lz77"),
-    "other-block": lambda d, t: d["layers"][0]["sequences"][0]["segments"][0].update(block_tokens=32),
+    "other-block": lambda d, t: d["layers"][0]["sequences"][0]["segments"][0].update(
+        block_tokens=32
+    ),
 }
 
 

@@ -7,8 +7,14 @@ import warnings
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, T5Config
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, T5ForConditionalGeneration
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from hf_kvcodecs import GAACCache
 from hf_kvcodecs.caches.compat import CACHE_ARGUMENT
@@ -21,7 +27,9 @@ SMALL = {"block_tokens": 16}
 
 def both(model, ids, **options):
     """The tokens from a GAACCache and from a DynamicCache."""
-    return tuple(generate(model, ids, cache, **options) for cache in (GAACCache(**SMALL), DynamicCache()))
+    return tuple(
+        generate(model, ids, cache, **options) for cache in (GAACCache(**SMALL), DynamicCache())
+    )
 
 
 def padded_batch(lengths=(50, 31, 9)) -> torch.Tensor:
@@ -33,7 +41,9 @@ def padded_batch(lengths=(50, 31, 9)) -> torch.Tensor:
 @pytest.mark.compat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("ids", [prompt(5), prompt(33, 3), padded_batch()], ids=["short", "batch", "left-padded"])
+@pytest.mark.parametrize(
+    "ids", [prompt(5), prompt(33, 3), padded_batch()], ids=["short", "batch", "left-padded"]
+)
 def test_greedy(dtype, attention, ids):
     model = tiny_llama(dtype)
     model.set_attn_implementation(attention)
@@ -44,7 +54,11 @@ def test_greedy(dtype, attention, ids):
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 8), (8, 1), (6, 2), (9, 3)], ids=str)
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
 def test_head_groupings_under_every_attention(q_heads, kv_heads, attention):
-    heads = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "hidden_size": 16 * q_heads}
+    heads = {
+        "num_attention_heads": q_heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": 16 * q_heads,
+    }
     model = tiny_llama(torch.float32, **heads)
     model.set_attn_implementation(attention)
     tokens = 6 if attention == "flex_attention" else 40  # flex compiles for every length
@@ -70,7 +84,9 @@ def test_attention_reads_views(monkeypatch, tiny_models):
 
 @pytest.mark.compat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
-@pytest.mark.parametrize("ids", [prompt(12, 2), padded_batch((30, 14))], ids=["batch", "left-padded"])
+@pytest.mark.parametrize(
+    "ids", [prompt(12, 2), padded_batch((30, 14))], ids=["batch", "left-padded"]
+)
 def test_beams_cross_block_boundaries(dtype, ids):
     """The reference computes everything anew each step, so that a wrong reorder cannot hide in it."""
     model = tiny_llama(dtype)
@@ -78,7 +94,9 @@ def test_beams_cross_block_boundaries(dtype, ids):
     mine, theirs = both(model, ids, **options)
     assert torch.equal(mine, theirs)
     if dtype == torch.float32:
-        plain = model.generate(ids, attention_mask=(ids != 0).long(), do_sample=False, use_cache=False, **options)
+        plain = model.generate(
+            ids, attention_mask=(ids != 0).long(), do_sample=False, use_cache=False, **options
+        )
         assert torch.equal(mine, plain)
 
 
@@ -107,7 +125,9 @@ def test_modes(mode, tiny_models):
     results = []
     for cache in (GAACCache(**SMALL), DynamicCache()):
         torch.manual_seed(5)
-        ids = torch.cat([prompt(30)] * 2, dim=1)  # repeats itself, so that prompt lookup finds something
+        ids = torch.cat(
+            [prompt(30)] * 2, dim=1
+        )  # repeats itself, so that prompt lookup finds something
         results.append(generate(model, ids, cache, **MODES[mode]))
     assert torch.equal(*results)
 
@@ -117,7 +137,9 @@ def test_assisted_decoding_crops_back(tiny_models):
     model = tiny_models[torch.float32]
     assistant = copy.deepcopy(model)
     with torch.no_grad():
-        assistant.lm_head.weight += 0.05 * torch.randn_like(assistant.lm_head.weight)  # right sometimes only
+        assistant.lm_head.weight += 0.05 * torch.randn_like(
+            assistant.lm_head.weight
+        )  # right sometimes only
     plain = generate(model, prompt(30), DynamicCache())
     cache = GAACCache(**SMALL)
     mine = generate(model, prompt(30), cache, assistant_model=assistant)
@@ -215,7 +237,9 @@ def test_encoder_decoder():
     model = T5ForConditionalGeneration(config).eval()
     ids = prompt(20, 2)
     options = {"max_new_tokens": 40, "min_new_tokens": 40}
-    mine = generate(model, ids, EncoderDecoderCache(GAACCache(**SMALL), GAACCache(**SMALL)), **options)
+    mine = generate(
+        model, ids, EncoderDecoderCache(GAACCache(**SMALL), GAACCache(**SMALL)), **options
+    )
     theirs = generate(model, ids, EncoderDecoderCache(DynamicCache(), DynamicCache()), **options)
     assert torch.equal(mine, theirs)
     with pytest.raises(ValueError, match="EncoderDecoderCache"):
@@ -227,7 +251,9 @@ def test_inference_mode_and_autocast(tiny_models):
     packed, dynamic = GAACCache(**SMALL), DynamicCache()
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         for step in torch.split(ids, 9, dim=1):
-            mine, theirs = (model(step, **{CACHE_ARGUMENT: cache}).logits for cache in (packed, dynamic))
+            mine, theirs = (
+                model(step, **{CACHE_ARGUMENT: cache}).logits for cache in (packed, dynamic)
+            )
             assert torch.equal(mine, theirs)
     assert_same_contents(packed, dynamic)
 
@@ -254,5 +280,3 @@ def test_output_attentions_with_eager(tiny_models):
             for cache in (packed, dynamic)
         )
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-

@@ -93,7 +93,9 @@ def test_another_batch_size(tiny_models):
     assert_same_contents(packed, dynamic)
 
 
-@pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="transformers before 5.24 does not tell the cache")
+@pytest.mark.skipif(
+    CACHE_ARGUMENT != "cache", reason="transformers before 5.24 does not tell the cache"
+)
 def test_use_cache_false_together_with_a_cache(tiny_models):
     packed = GAACCache(**SMALL)
     with pytest.raises(CacheMisuseError, match="use_cache=False"):
@@ -101,7 +103,9 @@ def test_use_cache_false_together_with_a_cache(tiny_models):
     assert packed.get_seq_length() == 0
 
 
-@pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="transformers before 5.24 does not tell the cache")
+@pytest.mark.skipif(
+    CACHE_ARGUMENT != "cache", reason="transformers before 5.24 does not tell the cache"
+)
 def test_assisted_decoding_feeding_the_prompt_again(tiny_models):
     model = tiny_models[torch.float32]
     packed, dynamic = GAACCache(**SMALL), DynamicCache()
@@ -122,7 +126,12 @@ def test_going_on_is_not_mistaken_for_another_prompt(tiny_models):
         for cache in (packed, dynamic):
             first = generate(model, ids, cache)
             new = prompt(7, ids.shape[0], seed=4)
-            mask = torch.cat([(ids != 0).long(), torch.ones(ids.shape[0], first.shape[1] - ids.shape[1] + 7)], dim=1)
-            outputs.append(generate(model, torch.cat([first, new], dim=1), cache, attention_mask=mask.long()))
+            mask = torch.cat(
+                [(ids != 0).long(), torch.ones(ids.shape[0], first.shape[1] - ids.shape[1] + 7)],
+                dim=1,
+            )
+            outputs.append(
+                generate(model, torch.cat([first, new], dim=1), cache, attention_mask=mask.long())
+            )
             forward(model, prompt(1, ids.shape[0]), cache)
         assert torch.equal(*outputs)

@@ -18,7 +18,13 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 
 
-def states(tokens: int, batch: int = 2, dtype: torch.dtype = torch.bfloat16, seed: int = 0, head_dim: int = 8):
+def states(
+    tokens: int,
+    batch: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    head_dim: int = 8,
+):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, 3, tokens, head_dim, generator=generator).to(dtype)
 
@@ -148,7 +154,10 @@ def test_reset_serves_another_prompt_of_another_batch_size(tiny_models):
     assert packed.get_seq_length() == 0
     assert packed.memory().total_bytes == 0
     fresh, dynamic = filled_pair(model, prompt(20, 3, seed=7), block_tokens=16)
-    assert_same_bits(forward(model, prompt(20, 3, seed=7), packed), forward(model, prompt(20, 3, seed=7), GAACCache()))
+    assert_same_bits(
+        forward(model, prompt(20, 3, seed=7), packed),
+        forward(model, prompt(20, 3, seed=7), GAACCache()),
+    )
     assert_same_contents(packed, dynamic)
     assert_same_contents(fresh, dynamic)
 
@@ -243,7 +252,9 @@ def test_fp8_holds_the_cast_values_exactly(kv_dtype):
     keys = states(40) * 3
     keys[0, 0, 0, 0], keys[0, 0, 1, 0], keys[0, 0, 2, 0] = 1e9, -1e9, float("nan")
     limit = torch.finfo(stored).max
-    expected = torch.where(keys.isnan(), keys, keys.clamp(-limit, limit)).to(stored).to(torch.bfloat16)
+    expected = (
+        torch.where(keys.isnan(), keys, keys.clamp(-limit, limit)).to(stored).to(torch.bfloat16)
+    )
     cache = GAACCache(block_tokens=16, kv_dtype=kv_dtype)
     returned, _ = cache.update(keys, keys, 0)
     for found in (returned + 0, *cache.dense(0)):
@@ -290,7 +301,9 @@ def test_memory_counts_every_tensor(tiny_models):
             total += sequence.tail.untyped_storage().nbytes()
             for segment in sequence.segments:
                 groups = (segment.packed.planes, segment.packed.pools, segment.packed.counts)
-                total += sum(t.untyped_storage().nbytes() for group in groups for t in group.values())
+                total += sum(
+                    t.untyped_storage().nbytes() for group in groups for t in group.values()
+                )
     assert report.total_bytes == total
     assert report.tokens == 50
     assert report.dense_bytes == 3 * 2 * 2 * 2 * 50 * 16 * 2

@@ -72,7 +72,9 @@ def cases(draw):
     block_tokens = draw(st.sampled_from([16, 32, 128]))
     shape = (draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3)), block_tokens,
              draw(st.integers(1, 40)))  # fmt: skip
-    kinds = draw(st.lists(st.sampled_from(["normal", "bits", "zeros", "huge"]), min_size=1, max_size=3))
+    kinds = draw(
+        st.lists(st.sampled_from(["normal", "bits", "zeros", "huge"]), min_size=1, max_size=3)
+    )
     strides = draw(st.permutations(range(5)))
     return dtype, block_tokens, shape, kinds, strides, draw(st.integers(0, 2**31))
 
@@ -96,14 +98,18 @@ def test_fuzzed_shapes_strides_and_contents_return(case):
             new = torch.zeros_like(words)
         words = torch.where(chosen, new, words)
     inverse = [list(order).index(axis) for axis in range(5)]
-    check_round_trip(codec_for(dtype, block_tokens=block_tokens), words.view(scattered).permute(inverse))
+    check_round_trip(
+        codec_for(dtype, block_tokens=block_tokens), words.view(scattered).permute(inverse)
+    )
 
 
 @every_dtype
 def test_select_slice_and_cat_move_records_with_their_pools(dtype):
     codec = codec_for(dtype, block_tokens=32)
     words = real_shaped((4, 3, 2, 32, 10), dtype)
-    words[1, 2] = to_words(torch.full((2, 32, 10), float("nan")).to(dtype))  # records of very different sizes
+    words[1, 2] = to_words(
+        torch.full((2, 32, 10), float("nan")).to(dtype)
+    )  # records of very different sizes
     packed = codec.encode(words)
     rows, blocks = torch.tensor([2, 0, 2, 1]), torch.tensor([3, 1])
     chosen = packed.select(1, rows).select(0, blocks)
@@ -166,7 +172,10 @@ def test_contradicting_bytes_are_refused(dtype):
     ]
     for change in damaged:
         with pytest.raises(CorruptDataError):
-            codec.check(type(packed)(**{name: getattr(packed, name) for name in packed.__slots__} | change), 8)
+            codec.check(
+                type(packed)(**{name: getattr(packed, name) for name in packed.__slots__} | change),
+                8,
+            )
 
 
 def test_wrong_words_are_refused():

@@ -39,15 +39,21 @@ def golden_words(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("path", FILES, ids=lambda path: "-".join(path.relative_to(GOLDEN).with_suffix("").parts))
+@pytest.mark.parametrize(
+    "path", FILES, ids=lambda path: "-".join(path.relative_to(GOLDEN).with_suffix("").parts)
+)
 def test_golden_bytes_decode(path):
     with safe_open(path, framework="pt") as file:
         config = json.loads(file.metadata()["config"])
         pool_counts = json.loads(file.metadata()["pool_counts"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     words = tensors.pop("words")
     groups = {
-        group: {name.removeprefix(f"{group}."): t for name, t in tensors.items() if name.startswith(group)}
+        group: {
+            name.removeprefix(f"{group}."): t
+            for name, t in tensors.items()
+            if name.startswith(group)
+        }
         for group in GROUPS
     }
     packed = PackedBlocks(**groups, pool_counts=pool_counts)
@@ -78,7 +84,12 @@ if __name__ == "__main__":
             path.parent.mkdir(parents=True, exist_ok=True)
             words = golden_words(codec.dtype)
             packed = codec.encode(words)
-            tensors = {f"{g}.{n}": t.contiguous() for g in GROUPS for n, t in getattr(packed, g).items()}
-            metadata = {"config": json.dumps(codec.config()), "pool_counts": json.dumps(packed.pool_counts)}
+            tensors = {
+                f"{g}.{n}": t.contiguous() for g in GROUPS for n, t in getattr(packed, g).items()
+            }
+            metadata = {
+                "config": json.dumps(codec.config()),
+                "pool_counts": json.dumps(packed.pool_counts),
+            }
             save_file(tensors | {"words": words}, path, metadata=metadata)
             print("wrote", path)

@@ -23,10 +23,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def test_fused_equals_reference(name, backend, head_dim):
     layout = EXPONENT_LAYOUTS[name]
     for blocks, batch, heads in ((1, 1, 1), (3, 2, 2), (5, 1, 3)):
-        values = torch.randn(blocks, batch, heads, 32, head_dim) * torch.exp2(torch.randn(head_dim) * 3)
+        values = torch.randn(blocks, batch, heads, 32, head_dim) * torch.exp2(
+            torch.randn(head_dim) * 3
+        )
         values[torch.rand(values.shape) < 0.01] = 0.0
         packed = exponent_pack(to_words(values.to(DTYPES[name])), layout)
-        expected, out = (torch.zeros(batch, heads, blocks * 32 + 7, head_dim, dtype=torch.int16) for _ in range(2))
+        expected, out = (
+            torch.zeros(batch, heads, blocks * 32 + 7, head_dim, dtype=torch.int16)
+            for _ in range(2)
+        )
         exponent_unpack_reference(packed, layout, block_view(expected, blocks, 32))
         apply_patches(packed, expected, 32)
         exponent_unpack(packed, layout, out, 32, backend)

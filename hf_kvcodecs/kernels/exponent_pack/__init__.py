@@ -7,7 +7,9 @@ import torch
 from ...layouts import WORD_TOKENS, ExponentLayout, PackedBlocks
 from .reference import exponent_pack_reference
 
-CHUNK_ELEMENTS = 1 << 19  # temporaries take about 40 bytes an element: 20 MB at a time, which also stays near the caches
+CHUNK_ELEMENTS = (
+    1 << 19
+)  # temporaries take about 40 bytes an element: 20 MB at a time, which also stays near the caches
 
 __all__ = ["exponent_pack"]
 
@@ -39,5 +41,8 @@ def exponent_pack(words: torch.Tensor, layout: ExponentLayout) -> PackedBlocks:
     if words.shape[0] <= step:
         return exponent_pack_reference(words, layout)
     return PackedBlocks.cat(
-        [exponent_pack_reference(words[i : i + step], layout) for i in range(0, words.shape[0], step)]
+        [
+            exponent_pack_reference(words[i : i + step], layout)
+            for i in range(0, words.shape[0], step)
+        ]
     )

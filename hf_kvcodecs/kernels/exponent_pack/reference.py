@@ -35,7 +35,11 @@ def exponent_pack_reference(words: torch.Tensor, layout: ExponentLayout) -> Pack
         planes["low"] = _narrow(low[..., 0, :] | (low[..., 1, :] << 8), torch.int16)
         first_bit = 8
     planes["bits"] = torch.stack(
-        [_bit_plane(fixed >> (first_bit + p), WORD_TOKENS, torch.int16) for p in range(layout.plane_count)], dim=-2
+        [
+            _bit_plane(fixed >> (first_bit + p), WORD_TOKENS, torch.int16)
+            for p in range(layout.plane_count)
+        ],
+        dim=-2,
     )
     planes["tags"], escapes, escape_counts = _escapes(code, layout)
 
@@ -50,23 +54,31 @@ def exponent_pack_reference(words: torch.Tensor, layout: ExponentLayout) -> Pack
     return PackedBlocks(planes=planes, pools=pools, counts=counts, pool_counts=pool_counts)
 
 
-def _escapes(code: torch.Tensor, layout: ExponentLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _escapes(
+    code: torch.Tensor, layout: ExponentLayout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tags, pool and counts of the optional planes of ``code`` ``[..., T, D]``."""
     optional = torch.stack(
         [
-            _bit_plane(code >> (layout.fixed_code_bits + p), layout.unit_tokens, layout.escape_dtype)
+            _bit_plane(
+                code >> (layout.fixed_code_bits + p), layout.unit_tokens, layout.escape_dtype
+            )
             for p in range(layout.optional_planes)
         ],
         dim=-1,
     )  # [..., T/U, D, optional_planes]
     all_ones = -1 if layout.escape_dtype == torch.int16 else 0xFF
     order = torch.arange(1, layout.optional_planes + 1, device=code.device)
-    tag = ((optional != all_ones) * order).amax(-1)  # the highest plane with a zero bit, counted from one
+    tag = ((optional != all_ones) * order).amax(
+        -1
+    )  # the highest plane with a zero bit, counted from one
     stored = tag.unsqueeze(-1) >= order
     counts = tag.sum((-2, -1), dtype=torch.int32)
 
     per_byte = 8 // layout.tag_bits
-    padded = torch.nn.functional.pad(tag, (0, -tag.shape[-1] % per_byte)).unflatten(-1, (-1, per_byte))
+    padded = torch.nn.functional.pad(tag, (0, -tag.shape[-1] % per_byte)).unflatten(
+        -1, (-1, per_byte)
+    )
     shifts = torch.arange(0, 8, layout.tag_bits, device=code.device)
     return (padded << shifts).sum(-1).to(torch.uint8), optional[stored], counts
 

@@ -13,7 +13,11 @@ __all__ = ["exponent_unpack"]
 
 
 def exponent_unpack(
-    packed: PackedBlocks, layout: ExponentLayout, out: torch.Tensor, block_tokens: int, backend: str = "auto"
+    packed: PackedBlocks,
+    layout: ExponentLayout,
+    out: torch.Tensor,
+    block_tokens: int,
+    backend: str = "auto",
 ) -> None:
     """Writes the first ``blocks * block_tokens`` tokens of ``out``: exactly the words that were packed.
 
@@ -30,7 +34,9 @@ def exponent_unpack(
     """
     blocks, batch, heads = packed.lead_shape
     dtype = torch.int16 if layout.word_bits == 16 else torch.uint8
-    fits = out.dim() == 4 and out.shape[:2] == (batch, heads) and out.shape[2] >= blocks * block_tokens
+    fits = (
+        out.dim() == 4 and out.shape[:2] == (batch, heads) and out.shape[2] >= blocks * block_tokens
+    )
     if out.dtype != dtype or not fits or not out.is_contiguous():
         raise ValueError(
             f"out: expected contiguous {dtype} [{batch}, {heads}, >= {blocks * block_tokens}, head_dim], "
@@ -56,7 +62,11 @@ def exponent_unpack(
 
 def block_view(out: torch.Tensor, blocks: int, block_tokens: int) -> torch.Tensor:
     """``out`` ``[batch, kv_heads, tokens, D]`` seen as ``[blocks, batch, kv_heads, block_tokens, D]``."""
-    return out[:, :, : blocks * block_tokens].unflatten(2, (blocks, block_tokens)).permute(2, 0, 1, 3, 4)
+    return (
+        out[:, :, : blocks * block_tokens]
+        .unflatten(2, (blocks, block_tokens))
+        .permute(2, 0, 1, 3, 4)
+    )
 
 
 def apply_patches(packed: PackedBlocks, out: torch.Tensor, block_tokens: int) -> None:
@@ -69,5 +79,7 @@ def apply_patches(packed: PackedBlocks, out: torch.Tensor, block_tokens: int) ->
     # Where each record begins in `out`, flattened: row (batch, head), then its block.
     start = (record % (batch * heads)) * (tokens * channels)
     start += torch.arange(blocks, device=out.device).unsqueeze(1) * (block_tokens * channels)
-    index = packed.pools["patch_index"] + torch.repeat_interleave(start.flatten(), packed.counts["patches"].flatten())
+    index = packed.pools["patch_index"] + torch.repeat_interleave(
+        start.flatten(), packed.counts["patches"].flatten()
+    )
     out.view(-1)[index] = packed.pools["patch_bits"]

@@ -29,7 +29,15 @@ def fused_inputs(
     for pair in pairs:  # block count and rows vary in one compiled function
         torch._dynamo.maybe_mark_dynamic(pair, 0)
         torch._dynamo.maybe_mark_dynamic(pair, 1)
-    return pairs[0], pairs[1], pairs[2], pairs[3], pairs[4], layout.mantissa_bits, layout.exponent_bits
+    return (
+        pairs[0],
+        pairs[1],
+        pairs[2],
+        pairs[3],
+        pairs[4],
+        layout.mantissa_bits,
+        layout.exponent_bits,
+    )
 
 
 def unpack_pairs(
@@ -52,7 +60,9 @@ def unpack_pairs(
     code_shift = mantissa_bits  # the three low code bits sit above the mantissa
     token = torch.arange(WORD_TOKENS, dtype=torch.int32, device=out.device).unsqueeze(-1)
     byte = torch.arange(0, 16, 8, dtype=torch.int32, device=out.device).unsqueeze(-1)
-    fixed = ((low.unflatten(2, (-1, 8)).unsqueeze(-2) >> byte) & (0xFF * BOTH)).flatten(3, 4)  # [.., T/16, 16, D/2]
+    fixed = ((low.unflatten(2, (-1, 8)).unsqueeze(-2) >> byte) & (0xFF * BOTH)).flatten(
+        3, 4
+    )  # [.., T/16, 16, D/2]
     for plane in range(bits.shape[3]):
         fixed = fixed | (((bits[:, :, :, plane].unsqueeze(-2) >> token) & BOTH) << (8 + plane))
     code = (fixed >> code_shift) & (0b111 * BOTH)
@@ -60,4 +70,6 @@ def unpack_pairs(
     nonzero = ((code + 15 * BOTH) >> 4) & BOTH  # 1 where the 4-bit code is not 0
     exponent = (code + base[:, :, None, None]) & ((2**exponent_bits - 1) * BOTH) & (nonzero * 0xFF)
     sign = (fixed >> (code_shift + 3)) & BOTH
-    out.copy_((sign << 15) | (exponent << mantissa_bits) | (fixed & ((2**mantissa_bits - 1) * BOTH)))
+    out.copy_(
+        (sign << 15) | (exponent << mantissa_bits) | (fixed & ((2**mantissa_bits - 1) * BOTH))
+    )

@@ -9,7 +9,9 @@ import torch
 from ...layouts import WORD_TOKENS, ExponentLayout, PackedBlocks
 
 
-def exponent_unpack_reference(packed: PackedBlocks, layout: ExponentLayout, out: torch.Tensor) -> None:
+def exponent_unpack_reference(
+    packed: PackedBlocks, layout: ExponentLayout, out: torch.Tensor
+) -> None:
     """See :func:`hf_kvcodecs.kernels.exponent_unpack.exponent_unpack`; ``head_dim`` is even here."""
     M, top_code = layout.mantissa_bits, 2**layout.window_bits - 1
     fixed = torch.zeros(out.shape, dtype=torch.int32, device=out.device)
@@ -46,8 +48,12 @@ def expand_escapes(packed: PackedBlocks, layout: ExponentLayout) -> torch.Tensor
     table = _tag_table(layout.tag_bits, layout.optional_planes, tags.device)
     stored = table.index_select(0, tags.flatten().to(torch.int32)).view(torch.bool)
     stored = stored.view(*tags.shape[:-1], -1, layout.optional_planes)[..., :channels, :]
-    words = torch.full_like(stored, -1 if layout.escape_dtype == torch.int16 else 0xFF, dtype=layout.escape_dtype)
-    if words.device.type == "cpu":  # twice as fast there; elsewhere indexing by a mask waits for the device
+    words = torch.full_like(
+        stored, -1 if layout.escape_dtype == torch.int16 else 0xFF, dtype=layout.escape_dtype
+    )
+    if (
+        words.device.type == "cpu"
+    ):  # twice as fast there; elsewhere indexing by a mask waits for the device
         words.view(-1)[stored.flatten()] = packed.pools["escapes"]
         return words
     return words.masked_scatter_(stored, packed.pools["escapes"])
@@ -61,7 +67,9 @@ def _tag_table(tag_bits: int, planes: int, device: torch.device) -> torch.Tensor
     """
     with torch.inference_mode(False):
         byte = torch.arange(256, dtype=torch.uint8, device=device).unsqueeze(-1)
-        tag = (byte >> torch.arange(0, 8, tag_bits, dtype=torch.uint8, device=device)) & (2**tag_bits - 1)
+        tag = (byte >> torch.arange(0, 8, tag_bits, dtype=torch.uint8, device=device)) & (
+            2**tag_bits - 1
+        )
         flags = tag.unsqueeze(-1) > torch.arange(planes, dtype=torch.uint8, device=device)
         rows = flags.view(torch.uint8).flatten(1)
         return rows.view(torch.int64).squeeze(-1) if rows.shape[1] == 8 else rows
