@@ -22,11 +22,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_kvcodecs
 from hf_kvcodecs.caches.compat import CACHE_ARGUMENT
+from hf_kvcodecs.codecs.words import to_words
 from hf_kvcodecs.integrations.default_model import default_model
 
 RESULTS = Path(__file__).parent / "results"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+
+
+class NotExactError(Exception):
+    """A codec or a cache gave back other bits than it was given."""
 
 
 def argument_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
@@ -75,6 +80,16 @@ def prefill(model: Any, cache: Any, ids: torch.Tensor, chunk: int = 1024) -> Any
     for part in ids.split(chunk, dim=1):
         model(input_ids=part, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
     return cache
+
+
+def check_same(plain: Any, cache: hf_kvcodecs.GAACCache) -> None:
+    """Raises :class:`NotExactError` unless both caches hold the same bits."""
+    for idx, layer in enumerate(plain.layers):
+        for name, ours, theirs in zip(
+            ("keys", "values"), cache.dense(idx), (layer.keys, layer.values), strict=True
+        ):
+            if not torch.equal(to_words(ours.contiguous()), to_words(theirs.contiguous())):
+                raise NotExactError(f"GAACCache: {name} of layer {idx}")
 
 
 def environment(path: str) -> dict[str, Any]:

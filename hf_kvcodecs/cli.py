@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import statistics
 import sys
 import time
@@ -77,7 +78,8 @@ class _StepClock:
 
 
 def run_demo(options: argparse.Namespace) -> int:
-    """Loads a model, lets it continue real code with both caches, prints the comparison; 1 if they differ."""
+    """Loads a model, lets it continue real code with both caches, prints the comparison; 1 if they
+    differ."""
     import torch
     from rich.console import Console
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -96,7 +98,8 @@ def run_demo(options: argparse.Namespace) -> int:
     )
     ids = code_prompt(tokenizer, options.tokens).to(model.device)
     console.print(
-        f"[bold]{name.rstrip('/').split('/')[-1]}[/] in {options.dtype} on {model.device} reads {ids.shape[1]} "
+        f"[bold]{name.rstrip('/').split('/')[-1]}[/] in {options.dtype} on {model.device} reads "
+        f"{ids.shape[1]} "
         "tokens of real code (Python's argparse.py) and is asked what it does."
     )
     runs = {
@@ -111,7 +114,8 @@ def run_demo(options: argparse.Namespace) -> int:
 
 
 def code_prompt(tokenizer: Any, tokens: int) -> Any:
-    """Token ids ``[1, about tokens]``: the beginning of argparse.py and, for chat models, a question about it."""
+    """Token ids ``[1, about tokens]``: the beginning of argparse.py and, for chat models, a
+    question about it."""
     source = tokenizer(inspect.getsource(argparse), return_tensors="pt").input_ids[:, :tokens]
     if tokenizer.chat_template is None:
         return source
@@ -132,7 +136,8 @@ def _device_map() -> str | None:
 
 
 def _generate(model: Any, ids: Any, cache: Any, label: str, new_tokens: int) -> Run:
-    """Reads the prompt in pieces and writes ``new_tokens`` greedy tokens, with a progress bar for each part."""
+    """Reads the prompt in pieces and writes ``new_tokens`` greedy tokens, with a progress bar for
+    each part."""
     import torch
     from tqdm.auto import tqdm
 
@@ -149,15 +154,21 @@ def _generate(model: Any, ids: Any, cache: Any, label: str, new_tokens: int) -> 
         tqdm(total=new_tokens, desc=f"{label}: new tokens", unit="token", leave=False)
     )
     tokens = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
-        do_sample=False, streamer=clock, pad_token_id=0, **{CACHE_ARGUMENT: cache},
-    )  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        streamer=clock,
+        pad_token_id=0,
+        **{CACHE_ARGUMENT: cache},
+    )
     # The streamer is first given the prompt; the first new token also pays for what is set up once.
     times = clock.times[2:]
     return Run(
         cache=cache,
         tokens=tokens,
-        step_seconds=[b - a for a, b in zip(times, times[1:], strict=False)] or [0],
+        step_seconds=[b - a for a, b in itertools.pairwise(times)] or [0],
     )
 
 

@@ -2,19 +2,22 @@
 
 The exponent code (version 1)
 -----------------------------
-A floating-point number is a sign ``s``, an exponent field ``e`` and a mantissa ``f`` of ``M`` bits. Trained
-models keep the exponents of one (head, channel) within a short window, so ``e`` is stored as a code relative to
+A floating-point number is a sign ``s``, an exponent field ``e`` and a mantissa ``f`` of ``M`` bits.
+Trained models keep the exponents of one (head, channel) within a short window, so ``e`` is stored
+as a code relative to
 a *base*: the largest exponent field of that channel within the block. With a window of ``W`` bits::
 
     c = e - base + 2**W - 1          # 0 .. 2**W - 1, all ones for the channel's largest exponent
 
-For bf16 and fp16 (``W = 4``) the base is the largest *finite* exponent field, ``c = 0`` is kept for +0 and -0,
-and every other number whose code would fall outside ``1 .. 15`` (infinity, NaN, subnormals, numbers more than
-14 octaves below the channel's largest) is a *misfit*, listed with its position and its bits. For fp8 the window
-covers the whole exponent field (``W`` = 4 for E4M3, 5 for E5M2): there are no misfits.
+For bf16 and fp16 (``W = 4``) the base is the largest *finite* exponent field, ``c = 0`` is kept for
++0 and -0, and every other number whose code would fall outside ``1 .. 15`` (infinity, NaN,
+subnormals, numbers more than 14 octaves below the channel's largest) is a *misfit*, listed with its
+position and its bits. For fp8 the window covers the whole exponent field (``W`` = 4 for E4M3, 5 for
+E5M2): there are no misfits.
 
-``F`` low bits of ``c`` are stored for every element. The remaining ``W - F`` bits are nearly always ones; they
-are stored only for those *units* (``U`` consecutive tokens of one channel) where some element has a zero among
+``F`` low bits of ``c`` are stored for every element. The remaining ``W - F`` bits are nearly always
+ones; they are stored only for those *units* (``U`` consecutive tokens of one channel) where some
+element has a zero among
 them: planes ``F .. F + n - 1`` for a unit whose tag is ``n``, all planes above being ones.
 
 ======== === === === === ========= ==============================================
@@ -28,22 +31,29 @@ fp8_e5m2  2   5   2   8      2      5
 
 Word order ``plain`` (version 1)
 --------------------------------
-Every array leads with ``[blocks, batch, kv_heads]``; a *record* is one index of these three. Within a record of
-``T`` tokens and ``D`` channels (``D`` even; an odd head_dim gets one zero channel more), with the fixed bits of
-an element read as ``v = f | (c mod 2**F) << M | s << (M + F)``, all words little-endian:
+Every array leads with ``[blocks, batch, kv_heads]``; a *record* is one index of these three. Within
+a record of
+``T`` tokens and ``D`` channels (``D`` even; an odd head_dim gets one zero channel more), with the
+fixed bits of an element read as ``v = f | (c mod 2**F) << M | s << (M + F)``, all words
+little-endian:
 
 - ``base`` uint8 ``[D]``.
-- ``low`` int16 ``[T/2, D]``, only where an element has 8 fixed bits or more: bits 0-7 of ``v`` of token ``2i``,
-  then those of token ``2i + 1`` in the upper byte.
-- ``bits`` int16 ``[T/16, P, D]``: plane ``p`` holds the next bit of ``v``; bit ``i`` is token ``16 g + i``.
-- ``tags`` uint8 ``[T/U, ceil(D * tag_bits / 8)]``: tag of channel ``d`` in bits ``tag_bits * d ...`` of the row.
-- pool ``escapes`` (int16 for ``U`` = 16, uint8 for ``U`` = 8): for each unit with tag ``n > 0``, in the order
-  (record, unit row, channel), ``n`` words, the planes ``F``, ``F + 1``, ...; bit ``i`` is the unit's token ``i``.
-- pools ``patch_index`` int32 (``token * D + channel``, ascending) and ``patch_bits`` int16: the misfits.
+- ``low`` int16 ``[T/2, D]``, only where an element has 8 fixed bits or more: bits 0-7 of ``v`` of
+  token ``2i``, then those of token ``2i + 1`` in the upper byte.
+- ``bits`` int16 ``[T/16, P, D]``: plane ``p`` holds the next bit of ``v``; bit ``i`` is token ``16
+  g + i``.
+- ``tags`` uint8 ``[T/U, ceil(D * tag_bits / 8)]``: tag of channel ``d`` in bits ``tag_bits * d
+  ...`` of the row.
+- pool ``escapes`` (int16 for ``U`` = 16, uint8 for ``U`` = 8): for each unit with tag ``n > 0``, in
+  the order (record, unit row, channel), ``n`` words, the planes ``F``, ``F + 1``, ...; bit ``i`` is
+  the unit's token ``i``.
+- pools ``patch_index`` int32 (``token * D + channel``, ascending) and ``patch_bits`` int16: the
+  misfits.
 - counts ``escapes`` and ``patches`` int32: how many words of each pool belong to each record.
 
-Source: the exponent window and group-adaptive widths follow GAAC (arXiv 2610.38210). We differ in taking each
-base from the very tokens that are sealed (no calibration), in units along tokens, and in listing misfits.
+Source: the exponent window and group-adaptive widths follow GAAC (arXiv 2610.38210). We differ in
+taking each base from the very tokens that are sealed (no calibration), in units along tokens, and
+in listing misfits.
 """
 
 from __future__ import annotations
@@ -60,7 +70,8 @@ WORD_TOKENS = 16  # tokens per bit-plane word
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExponentLayout:
-    """How the numbers of one floating-point format are coded; see the module's docstring for every field."""
+    """How the numbers of one floating-point format are coded; see the module's docstring for every
+    field."""
 
     float_format: str
     mantissa_bits: int
@@ -107,36 +118,64 @@ EXPONENT_LAYOUTS = {
     layout.float_format: layout
     for layout in (
         ExponentLayout(
-            float_format="bf16", mantissa_bits=7, exponent_bits=8, window_bits=4, fixed_code_bits=3,
-            unit_tokens=16, tag_bits=1, reserve_zero=True,
+            float_format="bf16",
+            mantissa_bits=7,
+            exponent_bits=8,
+            window_bits=4,
+            fixed_code_bits=3,
+            unit_tokens=16,
+            tag_bits=1,
+            reserve_zero=True,
         ),
         ExponentLayout(
-            float_format="fp16", mantissa_bits=10, exponent_bits=5, window_bits=4, fixed_code_bits=3,
-            unit_tokens=16, tag_bits=1, reserve_zero=True,
+            float_format="fp16",
+            mantissa_bits=10,
+            exponent_bits=5,
+            window_bits=4,
+            fixed_code_bits=3,
+            unit_tokens=16,
+            tag_bits=1,
+            reserve_zero=True,
         ),
         ExponentLayout(
-            float_format="fp8_e4m3", mantissa_bits=3, exponent_bits=4, window_bits=4, fixed_code_bits=1,
-            unit_tokens=8, tag_bits=2, reserve_zero=False,
+            float_format="fp8_e4m3",
+            mantissa_bits=3,
+            exponent_bits=4,
+            window_bits=4,
+            fixed_code_bits=1,
+            unit_tokens=8,
+            tag_bits=2,
+            reserve_zero=False,
         ),
         ExponentLayout(
-            float_format="fp8_e5m2", mantissa_bits=2, exponent_bits=5, window_bits=5, fixed_code_bits=2,
-            unit_tokens=8, tag_bits=2, reserve_zero=False,
+            float_format="fp8_e5m2",
+            mantissa_bits=2,
+            exponent_bits=5,
+            window_bits=5,
+            fixed_code_bits=2,
+            unit_tokens=8,
+            tag_bits=2,
+            reserve_zero=False,
         ),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBlocks:
-    """Sealed blocks of one tensor: planes of fixed size per record, and pools of varying size per record.
+    """Sealed blocks of one tensor: planes of fixed size per record, and pools of varying size per
+    record.
 
     Attributes:
         planes: tensors ``[blocks, batch, kv_heads, ...]``.
-        pools: one-dimensional tensors; the words of a record are contiguous, records in row-major order.
-        counts: int32 ``[blocks, batch, kv_heads]``, the words of each record in the pools named alike.
+        pools: one-dimensional tensors; the words of a record are contiguous, records in row-major
+            order.
+        counts: int32 ``[blocks, batch, kv_heads]``, the words of each record in the pools named
+            alike.
         pool_counts: which entry of ``counts`` measures which pool.
 
-    Never changed in place: every method returns a new container (sharing memory where nothing moved).
+    Never changed in place: every method returns a new container (sharing memory where nothing
+    moved).
     """
 
     planes: dict[str, torch.Tensor]
@@ -173,7 +212,8 @@ class PackedBlocks:
         return total
 
     def select(self, dim: int, index: torch.Tensor) -> PackedBlocks:
-        """The records ``index`` (int64, one-dimensional) along ``dim`` (0: blocks, 1: batch), in that order."""
+        """The records ``index`` (int64, one-dimensional) along ``dim`` (0: blocks, 1: batch), in
+        that order."""
 
         def pick(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.index_select(dim, index.to(tensor.device))
@@ -208,7 +248,8 @@ class PackedBlocks:
         )
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
-        """The same blocks with ``function`` applied to each tensor (a copy, a move to another device)."""
+        """The same blocks with ``function`` applied to each tensor (a copy, a move to another
+        device)."""
         return replace(
             self,
             planes={name: function(t) for name, t in self.planes.items()},
@@ -235,8 +276,8 @@ class PackedBlocks:
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]],
         pools: dict[str, torch.dtype],
     ) -> None:
-        """Raises :class:`CorruptDataError` unless planes have the expected shape (behind the leading three) and
-        dtype, and the pools exactly the words that the counts announce."""
+        """Raises :class:`CorruptDataError` unless planes have the expected shape (behind the
+        leading three) and dtype, and the pools exactly the words that the counts announce."""
         lead = self.lead_shape
         for name, (shape, dtype) in expected.items():
             found = self.planes.get(name)
@@ -262,6 +303,7 @@ def check_version(what: str, version: int, newest: int) -> None:
     """Raises :class:`UnsupportedLayoutError` for a version that this release does not know."""
     if not 1 <= version <= newest:
         raise UnsupportedLayoutError(
-            f"{what} version {version} is not supported: this release reads versions 1 to {newest}. "
+            f"{what} version {version} is not supported: this release reads versions 1 to "
+            f"{newest}. "
             "Install a newer hf_kvcodecs, or write the data again with this one."
         )

@@ -21,7 +21,8 @@ logging.disable_progress_bar()
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fresh memory holds NaN and the largest integers instead of whatever was there: nothing may depend on it."""
+    """Fresh memory holds NaN and the largest integers instead of whatever was there: nothing may
+    depend on it."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

@@ -40,7 +40,8 @@ def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
 def decoded(
     codec: TensorCodec, packed: PackedBlocks, head_dim: int, extra_tokens: int = 3
 ) -> torch.Tensor:
-    """All blocks of ``packed`` as ``[blocks, batch, kv_heads, block_tokens, head_dim]``, out of a longer buffer."""
+    """All blocks of ``packed`` as ``[blocks, batch, kv_heads, block_tokens, head_dim]``, out of a
+    longer buffer."""
     blocks, batch, heads = packed.lead_shape
     tokens = blocks * codec.block_tokens
     guard = 0x25
@@ -51,7 +52,8 @@ def decoded(
 
 
 def check_round_trip(codec: TensorCodec, words: torch.Tensor) -> PackedBlocks:
-    """``words`` come back bit for bit, the input is untouched, the bytes pass the codec's own check."""
+    """``words`` come back bit for bit, the input is untouched, the bytes pass the codec's own
+    check."""
     before = words.clone()
     packed = codec.encode(words)
     assert_same_bits(words, before)
@@ -67,10 +69,19 @@ def tiny_llama(dtype: torch.dtype = torch.float32, **changes: object) -> LlamaFo
     """A random Llama of 3 layers whose logits are sharp, so that a wrong cache changes tokens."""
     torch.manual_seed(0)
     settings = {
-        "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
-        "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": 101,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.25,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
     return LlamaForCausalLM(LlamaConfig(**(settings | changes))).to(dtype).eval()
 
 

@@ -16,7 +16,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_demo_shows_identical_tokens_and_a_smaller_cache():
     done = run("demo", "--tokens", "400", "--new-tokens", "8")
     assert done.returncode == 0, done.stderr
-    rows = {line.split("│")[1].strip(): line.split("│")[2:4] for line in done.stdout.splitlines() if line[:1] == "│"}
+    rows = {
+        line.split("│")[1].strip(): line.split("│")[2:4]
+        for line in done.stdout.splitlines()
+        if line[:1] == "│"
+    }
     assert rows["tokens identical"][1].strip() == "yes"
     assert float(rows["times smaller"][1]) > 1.3
     assert float(rows["bits per number (packed blocks)"][1]) < 11.5

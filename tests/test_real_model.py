@@ -8,10 +8,10 @@ import importlib.util
 import inspect
 import json
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
-from pydoc_data.topics import topics
 from transformers import DynamicCache
 
 from hf_kvcodecs import GAACCache
@@ -35,14 +35,23 @@ def humaneval_prompts() -> list[str]:
 
 
 def real_prompts(tokenizer) -> list[torch.Tensor]:
-    """20 prompts of 90 to 700 tokens: unfinished functions, code, prose, questions in the chat template."""
+    """20 prompts of 90 to 700 tokens: unfinished functions, code, prose, questions in the chat
+    template."""
     code, prose = inspect.getsource(argparse), "\n\n".join(topics.values())
-    ids = [tokenizer("\n".join(humaneval_prompts()[i : i + 2]), return_tensors="pt").input_ids for i in range(5)]
+    ids = [
+        tokenizer("\n".join(humaneval_prompts()[i : i + 2]), return_tensors="pt").input_ids
+        for i in range(5)
+    ]
     for source, step in ((code, 9000), (prose, 30000)):
         pieces = (source[start * step :][:6000] for start in range(5))
-        ids += [tokenizer(p, return_tensors="pt").input_ids[:, : 100 + 90 * i] for i, p in enumerate(pieces)]
+        ids += [
+            tokenizer(p, return_tensors="pt").input_ids[:, : 100 + 90 * i]
+            for i, p in enumerate(pieces)
+        ]
     for topic in ("if", "while", "lambda", "yield", "with"):
-        message = [{"role": "user", "content": f"Explain this to a beginner:\n{topics[topic][:1500]}"}]
+        message = [
+            {"role": "user", "content": f"Explain this to a beginner:\n{topics[topic][:1500]}"}
+        ]
         encoded = tokenizer.apply_chat_template(
             message, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
@@ -52,7 +61,9 @@ def real_prompts(tokenizer) -> list[torch.Tensor]:
 
 def compare_tokens(model, ids: torch.Tensor, new_tokens: int) -> None:
     packed, dynamic = GAACCache(), DynamicCache()
-    mine, theirs = (generate(model, ids, cache, max_new_tokens=new_tokens) for cache in (packed, dynamic))
+    mine, theirs = (
+        generate(model, ids, cache, max_new_tokens=new_tokens) for cache in (packed, dynamic)
+    )
     assert torch.equal(mine, theirs)
     assert_same_contents(packed, dynamic)
 
@@ -79,7 +90,9 @@ def test_beams_on_the_real_model(smollm2):
     model, tokenizer = smollm2(torch.float32)
     ids = real_prompts(tokenizer)[0][:, :110]
     options = {"num_beams": 4, "max_new_tokens": 30, "num_return_sequences": 2}
-    mine, theirs = (generate(model, ids, cache, **options) for cache in (GAACCache(), DynamicCache()))
+    mine, theirs = (
+        generate(model, ids, cache, **options) for cache in (GAACCache(), DynamicCache())
+    )
     assert torch.equal(mine, theirs)
 
 

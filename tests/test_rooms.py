@@ -1,4 +1,5 @@
-"""Imports between the package's rooms point one way, and the core needs neither Triton nor the extras."""
+"""Imports between the package's rooms point one way, and the core needs neither Triton nor the
+extras."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ import pytest
 import hf_kvcodecs
 
 ROOT = Path(hf_kvcodecs.__file__).parent
-ORDER = ["errors", "layouts", "kernels", "codecs", "store", "caches", "generation", "integrations", "cli"]
+ORDER = [
+    "errors",
+    "layouts",
+    "kernels",
+    "codecs",
+    "store",
+    "caches",
+    "generation",
+    "integrations",
+    "cli",
+]
 MODULES = sorted(ROOT.rglob("*.py"))
 PACKAGE_INIT = ROOT / "__init__.py"  # exports from every room
 
@@ -27,7 +38,9 @@ def imported_rooms(path: Path) -> set[str]:
             full = (*base, *(node.module.split(".") if node.module else ()))
             rooms.update([full[0]] if full else [alias.name for alias in node.names])
         elif isinstance(node, ast.ImportFrom | ast.Import):
-            names = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+            names = (
+                [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+            )
             rooms.update(name.split(".")[1] for name in names if name.startswith("hf_kvcodecs."))
     return rooms & set(ORDER)
 
@@ -55,12 +68,28 @@ def test_lower_rooms_know_nothing_of_transformers(room):
     assert paths
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            names = (
+                [a.name for a in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
+            )
+            names += (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            )
             assert not [name for name in names if name.split(".")[0] == "transformers"], path
 
 
 def test_the_core_imports_without_triton_and_extras():
-    blocked = ["triton", "accelerate", "gguf", "rich", "tqdm.rich", "platformdirs", "hypothesis", "matplotlib"]
-    code = f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\nimport hf_kvcodecs, hf_kvcodecs.cli\n"
+    blocked = [
+        "triton",
+        "accelerate",
+        "gguf",
+        "rich",
+        "tqdm.rich",
+        "platformdirs",
+        "hypothesis",
+        "matplotlib",
+    ]
+    code = (
+        f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"
+        "import hf_kvcodecs, hf_kvcodecs.cli\n"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

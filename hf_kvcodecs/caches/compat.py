@@ -1,4 +1,5 @@
-"""Every difference between the supported transformers releases (5.17 and newer), and nothing else."""
+"""Every difference between the supported transformers releases (5.17 and newer), and nothing
+else."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import torch
 from transformers import GenerationMixin
 from transformers.utils import logging
 
-# 5.24 renamed `past_key_values` to `cache` in `generate`, `forward` and outputs; before it, `model(cache=...)` is
-# swallowed without an error, so the signature decides and not a version string.
+# 5.24 renamed `past_key_values` to `cache` in `generate`, `forward` and outputs; before it,
+# `model(cache=...)` is swallowed without an error, so the signature decides and not a version
+# string.
 CACHE_ARGUMENT = (
     "cache"
     if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -20,21 +22,26 @@ CACHE_ARGUMENT = (
 
 
 def notice_once(message: str) -> None:
-    """One warning per message through transformers' own logging, which users know how to silence."""
+    """One warning per message through transformers' own logging, which users know how to
+    silence."""
     logging.get_logger("transformers.hf_kvcodecs").warning_once(message)
 
 
 def attention_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What the model handed its attention layer, where ``update`` is told (5.24 on: a dict named ``kwargs``)."""
+    """What the model handed its attention layer, where ``update`` is told (5.24 on: a dict named
+    ``kwargs``)."""
     nested = kwargs.get("kwargs")
     return nested if isinstance(nested, dict) else {}
 
 
 def calling_attention(depth: int = 8) -> str | None:
-    """The attention implementation of the module that is calling ``update``, None if there is none to be found.
+    """The attention implementation of the module that is calling ``update``, None if there is none
+    to be found.
 
-    A cache made without a config is told nothing of the model. The attention module that is just calling it knows,
-    so its frame is read: the one way that needs neither an argument from the user nor a patch of transformers.
+    A cache made without a config is told nothing of the model. The attention module that is just
+    calling it knows,
+    so its frame is read: the one way that needs neither an argument from the user nor a patch of
+    transformers.
     """
     frame = sys._getframe(1)
     for _ in range(depth):

@@ -2,15 +2,19 @@
 
 Format (version 1)
 ------------------
-Metadata: ``format`` = "hf_kvcodecs.gaac_cache", ``version`` = "1", ``description`` = a JSON object, ``sha256`` =
-the digest (hex) of the description and of every tensor, in the order of their names: name, dtype, shape, bytes.
+Metadata: ``format`` = "hf_kvcodecs.gaac_cache", ``version`` = "1", ``description`` = a JSON object,
+``sha256`` = the digest (hex) of the description and of every tensor, in the order of their names:
+name, dtype, shape, bytes.
 
-The description holds ``options`` (of :class:`GAACCache`), ``model`` (null, or ``name`` and the ``config_sha256`` of
-the config's fields) and ``layers``, one object each: ``kind`` is "gaac", "empty", "sliding" or "dummy". A "gaac" layer
-has ``sequences``: one of keys and values together (the values' rows of the batch behind the keys'), or two; each has
-``dtype``, ``codec`` (a codec's config) and ``segments`` (a codec's config each). Tensors of sequence ``S`` of layer
-``I``: ``layers.I.S.tail`` (words), ``layers.I.S.J.planes.NAME``, ``.pools.NAME``, ``.counts.NAME`` for segment ``J``;
-the codec owns what they hold. A "sliding" layer has ``cumulative_length`` and tensors ``layers.I.keys`` and
+The description holds ``options`` (of :class:`GAACCache`), ``model`` (null, or ``name`` and the
+``config_sha256`` of the config's fields) and ``layers``, one object each: ``kind`` is "gaac",
+"empty", "sliding" or "dummy". A "gaac" layer
+has ``sequences``: one of keys and values together (the values' rows of the batch behind the keys'),
+or two; each has ``dtype``, ``codec`` (a codec's config) and ``segments`` (a codec's config each).
+Tensors of sequence ``S`` of layer
+``I``: ``layers.I.S.tail`` (words), ``layers.I.S.J.planes.NAME``, ``.pools.NAME``, ``.counts.NAME``
+for segment ``J``; the codec owns what they hold. A "sliding" layer has ``cumulative_length`` and
+tensors ``layers.I.keys`` and
 ``layers.I.values`` in the model's dtype.
 """
 
@@ -108,7 +112,8 @@ def load_cache(
 
 
 def model_identity(config: PreTrainedConfig | None) -> dict[str, str] | None:
-    """What tells models apart: the last part of the name, and a digest of the config without volatile fields."""
+    """What tells models apart: the last part of the name, and a digest of the config without
+    volatile fields."""
     if config is None:
         return None
     fields = config.get_text_config(decoder=True).to_dict()
@@ -136,8 +141,10 @@ def _check_model(saved: dict[str, str] | None, given: dict[str, str] | None, pat
     for what in ("config_sha256", "name"):
         if saved.get(what) != given[what]:
             raise CacheMisuseError(
-                f"{path} was filled by another model: {what} {saved.get(what)!r}, given {given[what]!r}. Use it with "
-                "the model that filled it (the same weights, in a folder of the same name), or fill a new cache"
+                f"{path} was filled by another model: {what} {saved.get(what)!r}, given "
+                f"{given[what]!r}. Use it with "
+                "the model that filled it (the same weights, in a folder of the same name), or "
+                "fill a new cache"
             )
 
 
@@ -154,7 +161,8 @@ def _describe_layer(layer: Any, prefix: str, tensors: dict[str, torch.Tensor]) -
     if type(layer) is DynamicSlidingWindowLayer:
         if not layer.is_initialized:
             return {"kind": "empty"}
-        tensors[f"{prefix}.keys"], tensors[f"{prefix}.values"] = layer.keys, layer.values
+        held = {"keys": layer.keys, "values": layer.values}
+        tensors.update({f"{prefix}.{name}": t for name, t in held.items() if t is not None})
         return {"kind": "sliding", "cumulative_length": int(layer.cumulative_length)}
     if type(layer).__name__ == "DummyLayer":
         return {"kind": "dummy"}
@@ -185,7 +193,8 @@ def _fill_layer(
     tensors: dict[str, torch.Tensor],
     device: torch.device,
 ) -> None:
-    """Gives ``layer`` what ``described`` and ``tensors`` hold; the tensors used are taken out of ``tensors``."""
+    """Gives ``layer`` what ``described`` and ``tensors`` hold; the tensors used are taken out of
+    ``tensors``."""
     kind = described["kind"]
     if kind in ("empty", "dummy"):
         return
@@ -211,7 +220,8 @@ def _fill_layer(
         layer.cumulative_length = int(described["cumulative_length"])
     elif kind in ("gaac", "sliding"):
         raise CacheMisuseError(
-            f"{prefix}: the file has a {kind} layer here, the cache a {type(layer).__name__}. Pass config=model.config "
+            f"{prefix}: the file has a {kind} layer here, the cache a {type(layer).__name__}. Pass "
+            "config=model.config "
             "of the model that filled it"
         )
     else:
@@ -225,7 +235,8 @@ def _read_sequence(
     tail = tensors.pop(f"{prefix}.tail")
     if tail.dim() != 4 or tail.dtype != codec.word_dtype:
         raise CorruptDataError(
-            f"{prefix}.tail: expected four axes of {codec.word_dtype}, got {tail.dtype} {tail.shape}"
+            f"{prefix}.tail: expected four axes of {codec.word_dtype}, got {tail.dtype} "
+            f"{tail.shape}"
         )
     segments = []
     for j, config in enumerate(described["segments"]):

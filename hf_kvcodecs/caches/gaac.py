@@ -17,35 +17,40 @@ from .files import load_cache, save_cache
 from .guards import NeedsConfigForOtherLayers, PromptLength, check_first_forward, check_layer_order
 from .layer import GAACLayer, GAACOptions
 from .report import MemoryReport, measure
-from .view import KVView
+from .view import dense_of
 
-# Attention that calls torch functions on keys and values, so that a KVView may stand in for them. Compiled attention
-# (flex_attention), flash attention and hub kernels get dense tensors. None: nobody to ask, a view is right anyway.
+# Attention that calls torch functions on keys and values, so that a KVView may stand in for them.
+# Compiled attention (flex_attention), flash attention and hub kernels get dense tensors. None:
+# nobody to ask, a view is right anyway.
 LAZY_ATTENTION = (None, "sdpa", "eager")
 
 
-class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc]  # transformers is untyped
+class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
     """A KV cache about 1.4 times smaller than ``DynamicCache`` that holds the very same numbers.
 
-    ``model.generate(**inputs, past_key_values=GAACCache())`` (``cache=`` from transformers 5.24 on). The newest
-    tokens stay dense; each full block of ``block_tokens`` is packed once, without loss, and decoded one layer at a
-    time while attention reads it. Works under sdpa, eager, flex_attention and flash attention, for bf16, fp16 and
-    fp32 models; crops, beams, batches, left padding and several turns work as with ``DynamicCache``.
+    ``model.generate(**inputs, past_key_values=GAACCache())`` (``cache=`` from transformers 5.24
+    on). The newest tokens stay dense; each full block of ``block_tokens`` is packed once, without
+    loss, and decoded one layer at a time while attention reads it. Works under sdpa, eager,
+    flex_attention and flash attention, for bf16, fp16 and fp32 models; crops, beams, batches, left
+    padding and several turns work as with ``DynamicCache``.
 
     Args:
-        config: the model's config. Needed where not every layer is full attention: sliding-window, linear-attention
-            and other layers keep transformers' own classes then. Without it every layer is packed.
+        config: the model's config. Needed where not every layer is full attention: sliding-window,
+            linear-attention and other layers keep transformers' own classes then. Without it every
+            layer is packed.
         block_tokens: tokens per sealed block, a multiple of 16.
-        kv_dtype: None keeps the model's dtype: exact. "fp8_e4m3" or "fp8_e5m2" casts keys and values to fp8 as they
-            arrive (unscaled, saturating), which is *lossy* and your choice; packing them is lossless again.
-        backend: "auto" | "torch" | "compile": what unpacks on a CPU. "auto" compiles one fused pass with the C++
-            compiler at hand when there is much to unpack, and uses plain torch otherwise.
+        kv_dtype: None keeps the model's dtype: exact. "fp8_e4m3" or "fp8_e5m2" casts keys and
+            values to fp8 as they arrive (unscaled, saturating), which is *lossy* and your choice;
+            packing them is lossless again.
+        backend: "auto" | "torch" | "compile": what unpacks on a CPU. "auto" compiles one fused pass
+            with the C++ compiler at hand when there is much to unpack, and uses plain torch
+            otherwise.
         offload, max_tokens: reserved, not available in this release.
         pack_from: sequences shorter than this many tokens stay dense.
 
-    A cache continues one text. For another prompt call :meth:`reset` or make a new one: reuse is refused where it can
-    be seen (a prompt no longer than what is held, another batch size), but a longer prompt that merely begins
-    differently cannot be told apart from a continuation.
+    A cache continues one text. For another prompt call :meth:`reset` or make a new one: reuse is
+    refused where it can be seen (a prompt no longer than what is held, another batch size), but a
+    longer prompt that merely begins differently cannot be told apart from a continuation.
 
     Raises:
         ValueError: an option out of range.
@@ -80,7 +85,7 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
         super().__init__(config=config)
         new_layer = partial(GAACLayer, self.options)
         if config is None:
-            self.layer_class_to_replicate = new_layer
+            self.layer_class_to_replicate = new_layer  # type: ignore[assignment]  # a factory will do
         self.layers = [
             new_layer() if type(layer) is DynamicLayer else layer for layer in self.layers
         ]
@@ -91,23 +96,16 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
     ) -> GAACCache:
         """A new cache with the contents of ``cache`` (a ``DynamicCache``), which is left as it is.
 
-        Full-attention layers are packed, all others copied. ``options`` are those of :class:`GAACCache`.
+        Full-attention layers are packed, all others copied. ``options`` are those of
+        :class:`GAACCache`.
         """
         if not isinstance(cache, DynamicCache):
             raise TypeError(f"cache: expected a DynamicCache, got {type(cache).__name__}")
         packed = cls(config, **options)
-        layers = []
-        for layer in cache.layers:
-            if type(layer) is DynamicLayer or isinstance(layer, GAACLayer):
-                layers.append(GAACLayer(packed.options))
-                if layer.get_seq_length():
-                    layers[-1].update(layer.keys.detach(), layer.values.detach())
-            else:
-                layers.append(copy.deepcopy(layer))
-        packed.layers = layers
+        packed.layers = [_packed_layer(layer, packed.options) for layer in cache.layers]
         return packed
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self,
         key_states: torch.Tensor,
@@ -119,7 +117,8 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
         """Adds tokens to a layer and returns its keys and values, see :meth:`GAACLayer.update`.
 
         Raises:
-            CacheMisuseError: states that cannot follow what is held, or another prompt where that can be seen.
+            CacheMisuseError: states that cannot follow what is held, or another prompt where that
+                can be seen.
         """
         if self._first_forward:
             check_first_forward(self.get_seq_length(), attention_arguments(args, kwargs))
@@ -128,8 +127,8 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx == 0 or self._attention is None:
             self._attention = calling_attention()
-        if self._attention not in LAZY_ATTENTION and isinstance(keys, KVView):
-            return keys.dense(), values.dense()
+        if self._attention not in LAZY_ATTENTION:
+            return dense_of(keys), dense_of(values)
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -142,7 +141,8 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
-        # `generate` sets this at the start of each call: the one sign that a new prompt may be coming.
+        # `generate` sets this at the start of each call: the one sign that a new prompt may be
+        # coming.
         self._claimed_by_generate = self._first_forward = value
 
     def reset(self) -> None:
@@ -151,24 +151,27 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
         self._first_forward = False
 
     def dense(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact keys and values ``[batch, kv_heads, tokens, head_dim]`` of one layer, as copies of your own."""
+        """Exact keys and values ``[batch, kv_heads, tokens, head_dim]`` of one layer, as copies of
+        your own."""
         layer = self.layers[layer_idx]
         if isinstance(layer, GAACLayer) and layer.is_initialized:
-            keys, values = layer.pair.dense()
-            return keys.clone(), values.clone()
-        if getattr(layer, "keys", None) is None:
+            packed = layer.pair.dense()
+            return packed[0].clone(), packed[1].clone()
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None:
             raise ValueError(f"layer {layer_idx} ({layer!r}) holds no keys and values")
-        return layer.keys.clone(), layer.values.clone()
+        return keys.clone(), values.clone()
 
     def memory(self) -> MemoryReport:
         """The bytes held at this moment, counted from the tensors themselves."""
         return measure(self.layers)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the cache to a safetensors file (the format is in :mod:`hf_kvcodecs.caches.files`).
+        """Writes the cache to a safetensors file (the format is in
+        :mod:`hf_kvcodecs.caches.files`).
 
-        The file names the model if the cache was made with ``config=``. An older file at ``path`` is replaced only
-        once the new one is complete.
+        The file names the model if the cache was made with ``config=``. An older file at ``path``
+        is replaced only once the new one is complete.
 
         Raises:
             ValueError: a layer whose state cannot be saved (linear attention).
@@ -187,8 +190,9 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
         Args:
             path: the file.
             device: where every layer goes.
-            config: the config of the model that will use it. The file of another model is refused then; without it,
-                a model of other shapes is refused at its first forward. Needed for sliding-window models.
+            config: the config of the model that will use it. The file of another model is refused
+                then; without it, a model of other shapes is refused at its first forward. Needed
+                for sliding-window models.
 
         Raises:
             CorruptDataError: not such a file, or a truncated or damaged one.
@@ -198,12 +202,9 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
         return load_cache(cls, path, torch.device(device or "cpu"), config)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
-        for idx, layer in enumerate(self.layers):
-            if isinstance(layer, GAACLayer):
-                keys, values = self.dense(idx) if layer.is_initialized else (None, None)
-                yield keys, values, None
-            else:
-                yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+        for layer in self.layers:
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            yield dense_of(keys), dense_of(values), getattr(layer, "_sliding_window_tensor", None)
 
     def __repr__(self) -> str:
         lines, first = [], 0
@@ -218,3 +219,13 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):  # type: ignore[misc] 
             + "\n".join(lines or ["  none yet"])
             + "\n)"
         )
+
+
+def _packed_layer(layer: Any, options: GAACOptions) -> Any:
+    """A full-attention layer packed, any other copied."""
+    if type(layer) is not DynamicLayer and not isinstance(layer, GAACLayer):
+        return copy.deepcopy(layer)
+    packed = GAACLayer(options)
+    if layer.keys is not None and layer.values is not None and layer.get_seq_length():
+        packed.update(layer.keys.detach(), layer.values.detach())
+    return packed

@@ -1,4 +1,5 @@
-"""One full-attention layer of a :class:`GAACCache`: the transformers layer contract over packed sequences."""
+"""One full-attention layer of a :class:`GAACCache`: the transformers layer contract over packed
+sequences."""
 
 from __future__ import annotations
 
@@ -46,12 +47,13 @@ class GAACOptions:
         codec = codec_for(stored, block_tokens=self.block_tokens, backend=self.backend)
         if isinstance(codec, RawCodec):
             notice_once(
-                f"GAACCache keeps {dtype} states exactly but unpacked: only bf16, fp16 and fp32 can be packed."
+                f"GAACCache keeps {dtype} states exactly but unpacked: only bf16, fp16 and fp32 "
+                "can be packed."
             )
         return codec
 
 
-class GAACLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
+class GAACLayer(CacheLayerMixin):
     """Keys and values of one layer: sealed blocks packed without loss, the newest tokens dense."""
 
     is_sliding = False
@@ -64,7 +66,7 @@ class GAACLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         self._pair: KVPair | None = None
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]  # an attribute there
         return self._pair is not None
 
     @property
@@ -80,16 +82,18 @@ class GAACLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
     @property
     def sequences(self) -> tuple[PackedSequence, ...]:
-        """The packed sequences held: none before the first update, one for keys and values together, or two."""
+        """The packed sequences held: none before the first update, one for keys and values
+        together, or two."""
         return self._pair.sequences if self._pair else ()
 
     @property
-    def keys(self) -> torch.Tensor | None:
-        """Every key ``[batch, kv_heads, tokens, head_dim]``, decoded when used; None before the first update."""
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute there
+        """Every key ``[batch, kv_heads, tokens, head_dim]``, decoded when used; None before the
+        first update."""
         return tensors_of(self._pair)[0] if self._pair else None
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute there
         """Every value, like :attr:`keys`."""
         return tensors_of(self._pair)[1] if self._pair else None
 
@@ -104,11 +108,12 @@ class GAACLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens and returns all keys and values: KVViews once a block is sealed, ordinary tensors before.
+        """Adds tokens and returns all keys and values: KVViews once a block is sealed, ordinary
+        tensors before.
 
         Raises:
-            CacheMisuseError: states that cannot follow what is held (batch, heads, width, dtype, device) or that
-                require grad. The layer is unchanged then.
+            CacheMisuseError: states that cannot follow what is held (batch, heads, width, dtype,
+                device) or that require grad. The layer is unchanged then.
         """
         check_states(key_states, value_states, self._pair)
         held = self._pair or KVPair.begin(key_states, value_states, self.options.codec)
@@ -131,10 +136,12 @@ class GAACLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         self._pair = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops the newest ``-tokens_to_remove`` tokens; a sealed block that the cut falls into is reopened, exactly."""
+        """Drops the newest ``-tokens_to_remove`` tokens; a sealed block that the cut falls into is
+        reopened, exactly."""
         if tokens_to_remove > 0:
             raise ValueError(
-                f"crop: expected 0 or a negative number of tokens to remove, got {tokens_to_remove}; absolute lengths "
+                "crop: expected 0 or a negative number of tokens to remove, got "
+                f"{tokens_to_remove}; absolute lengths "
                 "are gone from transformers"
             )
         if tokens_to_remove and self._pair:
@@ -181,21 +188,25 @@ class GAACLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
 
 def tensors_of(pair: KVPair) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as attention gets them: views once a block is sealed, the dense tail before."""
+    """Keys and values as attention gets them: views once a block is sealed, the dense tail
+    before."""
     return (KVView(pair, 0), KVView(pair, 1)) if pair.sealed_tokens else pair.dense()
 
 
 def check_states(keys: torch.Tensor, values: torch.Tensor, held: KVPair | None) -> None:
-    """Raises :class:`CacheMisuseError` unless ``keys`` and ``values`` can follow what a layer holds."""
+    """Raises :class:`CacheMisuseError` unless ``keys`` and ``values`` can follow what a layer
+    holds."""
     for index, (name, states) in enumerate((("keys", keys), ("values", values))):
         if states.dim() != 4 or states.shape[:3] != keys.shape[:3]:
             raise CacheMisuseError(
-                f"{name}: expected [batch, kv_heads, tokens, head_dim], the same but for head_dim in keys and values; "
+                f"{name}: expected [batch, kv_heads, tokens, head_dim], the same but for head_dim "
+                "in keys and values; "
                 f"got keys {tuple(keys.shape)} and values {tuple(values.shape)}"
             )
         if states.requires_grad and torch.is_grad_enabled():
             raise CacheMisuseError(
-                f"{name} require grad, but packed history cannot carry gradients. Run the model under "
+                f"{name} require grad, but packed history cannot carry gradients. Run the model "
+                "under "
                 "torch.no_grad() or torch.inference_mode(), or train without a cache"
             )
         if held is None:
@@ -203,17 +214,23 @@ def check_states(keys: torch.Tensor, values: torch.Tensor, held: KVPair | None) 
         batch, heads, tokens, head_dim = held.shape(index)
         if states.shape[0] != batch:
             raise CacheMisuseError(
-                f"{name}: batch size {states.shape[0]}, but this cache holds {tokens} tokens of {batch} row(s). For "
-                "another prompt call reset() or take a new cache; for more sequences per prompt call "
+                f"{name}: batch size {states.shape[0]}, but this cache holds {tokens} tokens of "
+                f"{batch} row(s). For "
+                "another prompt call reset() or take a new cache; for more sequences per prompt "
+                "call "
                 "batch_repeat_interleave() on the filled cache first"
             )
         if (states.shape[1], states.shape[3]) != (heads, head_dim):
             raise CacheMisuseError(
-                f"{name}: {states.shape[1]} kv_heads of width {states.shape[3]}, but this cache holds {heads} of "
-                f"width {head_dim}: it was filled by another model. Call reset() or take a new cache"
+                f"{name}: {states.shape[1]} kv_heads of width {states.shape[3]}, but this cache "
+                f"holds {heads} of "
+                f"width {head_dim}: it was filled by another model. Call reset() or take a new "
+                "cache"
             )
         if states.dtype != held.dtype(index) or states.device != held.device:
             raise CacheMisuseError(
-                f"{name}: {states.dtype} on {states.device}, but this cache holds {held.dtype(index)} on "
-                f"{held.device}. One cache keeps one dtype and device per layer: call reset() or take a new one"
+                f"{name}: {states.dtype} on {states.device}, but this cache holds "
+                f"{held.dtype(index)} on "
+                f"{held.device}. One cache keeps one dtype and device per layer: call reset() or "
+                "take a new one"
             )

@@ -11,10 +11,12 @@ from .sequence import PackedSequence
 
 
 class KVPair:
-    """The keys and the values of a layer at one moment; never changed in place, like the sequences it is made of.
+    """The keys and the values of a layer at one moment; never changed in place, like the sequences
+    it is made of.
 
-    Keys and values of one shape and dtype (every common model) are kept as one sequence with the values' rows behind
-    the keys', so that one pass packs or unpacks both. Otherwise (multi-head latent attention, autocast) there are two.
+    Keys and values of one shape and dtype (every common model) are kept as one sequence with the
+    values' rows behind the keys', so that one pass packs or unpacks both. Otherwise (multi-head
+    latent attention, autocast) there are two.
     """
 
     def __init__(self, sequences: tuple[PackedSequence, ...]) -> None:
@@ -25,7 +27,8 @@ class KVPair:
     def begin(
         keys: torch.Tensor, values: torch.Tensor, codec: Callable[[torch.dtype], TensorCodec]
     ) -> KVPair:
-        """An empty pair for states like these, with the codec that ``codec`` names for their dtypes."""
+        """An empty pair for states like these, with the codec that ``codec`` names for their
+        dtypes."""
         together = keys.shape == values.shape and keys.dtype == values.dtype
         states = (torch.cat([keys[:, :, :0], values[:, :, :0]]),) if together else (keys, values)
         return KVPair(tuple(PackedSequence.begin(codec(part.dtype), part) for part in states))
@@ -67,7 +70,8 @@ class KVPair:
         return KVPair(tuple(s.append(part) for s, part in zip(self.sequences, states, strict=True)))
 
     def map(self, function: Callable[[PackedSequence], PackedSequence]) -> KVPair:
-        """``function`` (a crop, a seal, a move: the same for keys and values) applied to each sequence."""
+        """``function`` (a crop, a seal, a move: the same for keys and values) applied to each
+        sequence."""
         return KVPair(tuple(function(sequence) for sequence in self.sequences))
 
     def select_batch(self, index: torch.Tensor) -> KVPair:
@@ -76,7 +80,8 @@ class KVPair:
         return self.map(lambda sequence: sequence.select_batch(rows))
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact keys and values, decoded at the first call and kept as long as this object lives."""
+        """Exact keys and values, decoded at the first call and kept as long as this object
+        lives."""
         if self._dense is None:
             parts = tuple(sequence.dense() for sequence in self.sequences)
             keys, values = parts[0].chunk(2) if self.together else parts

@@ -19,7 +19,8 @@ class MemoryReport:
     Attributes:
         tokens: tokens of the longest layer (padding included).
         packed_bytes: sealed blocks, with every table, index and count.
-        tail_bytes: dense tokens: tails, and layers that stay dense (sliding window, linear attention).
+        tail_bytes: dense tokens: tails, and layers that stay dense (sliding window, linear
+            attention).
         dense_bytes: what the same tokens take in transformers' own layers, in the model's dtype.
         packed_elements: numbers (of keys and values) held in sealed blocks.
     """
@@ -36,7 +37,8 @@ class MemoryReport:
 
     @property
     def ratio(self) -> float:
-        """Bytes held / dense bytes, the tail counted on both sides; smaller is better, 1.0 for an empty cache."""
+        """Bytes held / dense bytes, the tail counted on both sides; smaller is better, 1.0 for an
+        empty cache."""
         return self.total_bytes / self.dense_bytes if self.dense_bytes else 1.0
 
     @property
@@ -46,7 +48,8 @@ class MemoryReport:
 
     @property
     def bits_per_element(self) -> float:
-        """Bits of a number in the sealed blocks, all tables counted, the tail left out; NaN while none is sealed."""
+        """Bits of a number in the sealed blocks, all tables counted, the tail left out; NaN while
+        none is sealed."""
         return (
             8 * self.packed_bytes / self.packed_elements if self.packed_elements else float("nan")
         )
@@ -80,7 +83,8 @@ def measure(layers: Iterable[Any]) -> MemoryReport:
 
 
 def storage_bytes(tree: Any) -> int:
-    """Bytes of the memory behind all tensors in ``tree``, each piece of memory once (a slice keeps its whole)."""
+    """Bytes of the memory behind all tensors in ``tree``, each piece of memory once (a slice keeps
+    its whole)."""
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(tree)
     }

@@ -1,4 +1,5 @@
-"""The keys or the values of one layer: sealed blocks, then a dense tail; a value, never changed in place."""
+"""The keys or the values of one layer: sealed blocks, then a dense tail; a value, never changed in
+place."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from ..layouts import PackedBlocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A run of blocks in one form: packed by the sequence's codec, or raw where packing would not shrink them."""
+    """A run of blocks in one form: packed by the sequence's codec, or raw where packing would not
+    shrink them."""
 
     codec: TensorCodec
     packed: PackedBlocks
@@ -30,12 +32,13 @@ class PackedSequence:
 
     Attributes:
         codec: packs a block when it is sealed; its dtype is the one stored.
-        dtype: the dtype of the states given and returned (another one than stored only after a cast to fp8).
+        dtype: the dtype of the states given and returned (another one than stored only after a cast
+            to fp8).
         segments: sealed blocks of ``codec.block_tokens`` tokens each, in order.
         tail: the tokens behind them as words ``[batch, kv_heads, tail_tokens, head_dim]``.
 
-    Each method returns a new sequence and leaves this one as it was, so a view of an earlier state stays valid, and
-    an operation that raises has changed nothing.
+    Each method returns a new sequence and leaves this one as it was, so a view of an earlier state
+    stays valid, and an operation that raises has changed nothing.
     """
 
     codec: TensorCodec
@@ -67,7 +70,8 @@ class PackedSequence:
         return sum(segment.packed.nbytes for segment in self.segments)
 
     def append(self, states: torch.Tensor) -> PackedSequence:
-        """With ``states`` behind the tail, dense for now (see :meth:`seal`). Casts to the stored dtype, if another."""
+        """With ``states`` behind the tail, dense for now (see :meth:`seal`). Casts to the stored
+        dtype, if another."""
         return replace(
             self, tail=torch.cat([self.tail, to_words(_cast(states, self.codec.dtype))], dim=2)
         )
@@ -86,7 +90,8 @@ class PackedSequence:
         return replace(self, segments=segments, tail=tail)
 
     def dense(self) -> torch.Tensor:
-        """All tokens as an exact tensor of ``dtype``; without sealed blocks this is the tail itself, else a copy."""
+        """All tokens as an exact tensor of ``dtype``; without sealed blocks this is the tail
+        itself, else a copy."""
         return from_words(self._dense_words(), self.codec.dtype).to(self.dtype)
 
     def _dense_words(self) -> torch.Tensor:
@@ -107,7 +112,8 @@ class PackedSequence:
         return out
 
     def crop(self, tokens: int) -> PackedSequence:
-        """The first ``tokens`` tokens. A block that the cut falls into is decoded, exactly, and joins the tail."""
+        """The first ``tokens`` tokens. A block that the cut falls into is decoded, exactly, and
+        joins the tail."""
         sealed = self.sealed_tokens
         if tokens >= sealed:
             return replace(self, tail=self.tail[:, :, : tokens - sealed].clone())
@@ -134,7 +140,8 @@ class PackedSequence:
         return tuple(parts())
 
     def select_batch(self, index: torch.Tensor) -> PackedSequence:
-        """Rows ``index`` (int64) of the batch, in that order, repeats allowed. No block is decoded."""
+        """Rows ``index`` (int64) of the batch, in that order, repeats allowed. No block is
+        decoded."""
         segments = tuple(replace(s, packed=s.packed.select(1, index)) for s in self.segments)
         return replace(
             self, segments=segments, tail=self.tail.index_select(0, index.to(self.tail.device))
@@ -147,7 +154,8 @@ class PackedSequence:
 
 
 def _cast(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``states`` in the stored dtype. To fp8 finite numbers saturate (torch's own cast would make them NaN or inf)."""
+    """``states`` in the stored dtype. To fp8 finite numbers saturate (torch's own cast would make
+    them NaN or inf)."""
     if states.dtype == dtype:
         return states
     limit = torch.finfo(dtype).max
@@ -186,5 +194,6 @@ def _joined(segments: list[Segment]) -> tuple[Segment, ...]:
 
 
 def _copied(segment: Segment) -> Segment:
-    """The same blocks in memory of their own, so that the memory they were cut from can be freed."""
+    """The same blocks in memory of their own, so that the memory they were cut from can be
+    freed."""
     return replace(segment, packed=segment.packed.map(torch.clone))

@@ -1,4 +1,5 @@
-"""``KVView``: what ``update`` returns once blocks are sealed, a tensor in name whose numbers stay packed."""
+"""``KVView``: what ``update`` returns once blocks are sealed, a tensor in name whose numbers stay
+packed."""
 
 from __future__ import annotations
 
@@ -13,45 +14,80 @@ from .pair import KVPair
 # What a tensor can be asked without its numbers. Anything else makes the dense tensor first.
 _METADATA = {
     getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
-                 "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta", "is_sparse", "is_quantized", "is_nested",
-                 "itemsize", "nbytes")
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "is_cuda",
+        "is_cpu",
+        "is_mps",
+        "is_xpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "itemsize",
+        "nbytes",
+    )
 } | {
     getattr(torch.Tensor, name)
-    for name in ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
-                 "is_contiguous", "is_floating_point", "is_complex", "get_device", "type", "__len__")
-}  # fmt: skip
+    for name in (
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "storage_offset",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "get_device",
+        "type",
+        "__len__",
+    )
+}
 _METADATA.discard(torch.Tensor.type)  # also a conversion
 
 
 class KVView(torch.Tensor):
-    """Keys or values ``[batch, kv_heads, tokens, head_dim]`` of a layer, whose sealed blocks are still packed.
+    """Keys or values ``[batch, kv_heads, tokens, head_dim]`` of a layer, whose sealed blocks are
+    still packed.
 
-    Shape, dtype, device and strides (contiguous) are known without decoding. Any operation on it computes with the
-    exact dense tensor, made at the first use and kept until the view dies: one layer at a time within a model.
-    ``scaled_dot_product_attention`` passes through :meth:`__torch_function__`, where a fused kernel can take over.
+    Shape, dtype, device and strides (contiguous) are known without decoding. Any operation on it
+    computes with the
+    exact dense tensor, made at the first use and kept until the view dies: one layer at a time
+    within a model.
+    ``scaled_dot_product_attention`` passes through :meth:`__torch_function__`, where a fused kernel
+    can take over.
     """
 
     source: KVPair
-    index: int
+    part: int
 
     @staticmethod
-    def __new__(cls, source: KVPair, index: int) -> KVView:
+    def __new__(cls, source: KVPair, part: int) -> KVView:
         view = torch.Tensor._make_wrapper_subclass(
             cls,
-            source.shape(index),
-            dtype=source.dtype(index),
+            source.shape(part),
+            dtype=source.dtype(part),
             device=source.device,
             requires_grad=False,
         )
-        view.source, view.index = source, index
+        view.source, view.part = source, part
         return view
 
     def dense(self) -> torch.Tensor:
         """The exact numbers as an ordinary tensor."""
-        return self.source.dense()[self.index]
+        return self.source.dense()[self.part]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return (
                 f"KVView({tuple(self.shape)}, {self.dtype}, {self.device}, "
@@ -80,7 +116,7 @@ class KVView(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out func
         cls,
         func: Callable[..., Any],
         types: Any,
@@ -90,3 +126,8 @@ class KVView(torch.Tensor):
         """Calls that reach the dispatcher from C++ see the dense tensor too."""
         args, kwargs = tree_map_only(KVView, KVView.dense, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def dense_of(tensor: torch.Tensor | None) -> Any:
+    """The dense tensor of a view; anything else as it is."""
+    return tensor.dense() if isinstance(tensor, KVView) else tensor

@@ -1,4 +1,5 @@
-"""Tensor codecs: blocks of keys or values to packed bytes and back, found by name or from their config."""
+"""Tensor codecs: blocks of keys or values to packed bytes and back, found by name or from their
+config."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ CODECS: dict[str, type[TensorCodec]] = {
 
 
 def codec_for(dtype: torch.dtype, *, block_tokens: int = 128, backend: str = "auto") -> TensorCodec:
-    """The strongest exact codec for tensors of ``dtype``: an exponent codec where there is one, else raw."""
+    """The strongest exact codec for tensors of ``dtype``: an exponent codec where there is one,
+    else raw."""
     if dtype == torch.float32:
         return SplitFloat32Codec(block_tokens=block_tokens, backend=backend)
     float_format = ExponentCodec.FORMATS.get(dtype)

@@ -17,12 +17,13 @@ from .words import WORD_DTYPES
 class TensorCodec(ABC):
     """Packs blocks of tokens, and gives them back.
 
-    For every codec with ``exact`` set, ``decode`` returns the very bits that ``encode`` was given: compare integer
-    views, since ``torch.equal`` is False on NaN and True for -0 == 0.
+    For every codec with ``exact`` set, ``decode`` returns the very bits that ``encode`` was given:
+    compare integer views, since ``torch.equal`` is False on NaN and True for -0 == 0.
 
     Args:
         block_tokens: tokens of one block, a multiple of 16.
-        backend: which implementation unpacks, see :mod:`hf_kvcodecs.kernels.dispatch`. No part of the bytes.
+        backend: which implementation unpacks, see :mod:`hf_kvcodecs.kernels.dispatch`. No part of
+            the bytes.
     """
 
     id: ClassVar[str]
@@ -39,7 +40,8 @@ class TensorCodec(ABC):
             or self.block_tokens % WORD_TOKENS
         ):
             raise ValueError(
-                f"block_tokens: expected a multiple of {WORD_TOKENS} of at least {WORD_TOKENS}, got "
+                f"block_tokens: expected a multiple of {WORD_TOKENS} of at least {WORD_TOKENS}, "
+                "got "
                 f"{self.block_tokens!r}; 128 is the usual choice"
             )
         check_backend(self.backend)
@@ -56,7 +58,8 @@ class TensorCodec(ABC):
 
     @abstractmethod
     def encode(self, words: torch.Tensor) -> PackedBlocks:
-        """Packs ``words`` ``[blocks, batch, kv_heads, block_tokens, head_dim]`` of ``word_dtype``, any strides.
+        """Packs ``words`` ``[blocks, batch, kv_heads, block_tokens, head_dim]`` of ``word_dtype``,
+        any strides.
 
         The result shares no memory with ``words``.
         """
@@ -65,12 +68,14 @@ class TensorCodec(ABC):
     def decode(self, packed: PackedBlocks, out: torch.Tensor) -> None:
         """Writes all blocks of ``packed`` into the first tokens of ``out``.
 
-        ``out`` is contiguous ``[batch, kv_heads, tokens, head_dim]`` of ``word_dtype``, on the device of ``packed``.
+        ``out`` is contiguous ``[batch, kv_heads, tokens, head_dim]`` of ``word_dtype``, on the
+            device of ``packed``.
         """
 
     @abstractmethod
     def check(self, packed: PackedBlocks, head_dim: int) -> None:
-        """Raises ``CorruptDataError`` where ``packed`` cannot have come from this codec (before a first decode)."""
+        """Raises ``CorruptDataError`` where ``packed`` cannot have come from this codec (before a
+        first decode)."""
 
     def config(self) -> dict[str, Any]:
         """JSON-able description of the bytes; ``codec_from_config`` inverts it."""

@@ -1,4 +1,5 @@
-"""The exponent codec: bf16, fp16 and fp8 tensors packed without loss (bf16 to about 11.3 of 16 bits)."""
+"""The exponent codec: bf16, fp16 and fp8 tensors packed without loss (bf16 to about 11.3 of 16
+bits)."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from .base import TensorCodec
 class ExponentCodec(TensorCodec):
     """Signs and mantissas as they are, exponents as short codes relative to each channel's largest.
 
-    Bit-exact for every pattern, NaN payloads, -0, subnormals and infinities included. The bytes are written down in
-    :mod:`hf_kvcodecs.layouts`.
+    Bit-exact for every pattern, NaN payloads, -0, subnormals and infinities included. The bytes are
+    written down in :mod:`hf_kvcodecs.layouts`.
 
     Args:
-        float_format: "bf16" | "fp16" | "fp8_e4m3" | "fp8_e5m2". fp16 has 5 exponent bits to save on and packs to
-            about 14.3 of 16 bits; fp8 to about 7.0 (E4M3) or 6.1 (E5M2) of 8.
+        float_format: "bf16" | "fp16" | "fp8_e4m3" | "fp8_e5m2". fp16 has 5 exponent bits to save on
+            and packs to about 14.3 of 16 bits; fp8 to about 7.0 (E4M3) or 6.1 (E5M2) of 8.
         word_order: "plain".
     """
 
@@ -42,7 +43,8 @@ class ExponentCodec(TensorCodec):
         TensorCodec.__post_init__(self)
         if self.float_format not in EXPONENT_LAYOUTS:
             raise ValueError(
-                f"float_format: expected one of {', '.join(EXPONENT_LAYOUTS)}, got {self.float_format!r}"
+                f"float_format: expected one of {', '.join(EXPONENT_LAYOUTS)}, got "
+                f"{self.float_format!r}"
             )
         if self.word_order != self.layout.word_order:
             raise ValueError(

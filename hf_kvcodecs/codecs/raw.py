@@ -1,4 +1,5 @@
-"""Blocks as they are: for dtypes without a code of their own, and for blocks that packing would not shrink."""
+"""Blocks as they are: for dtypes without a code of their own, and for blocks that packing would not
+shrink."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from .words import WORD_DTYPES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawCodec(TensorCodec):
-    """Format (version 1): one plane ``raw`` of words ``[blocks, batch, kv_heads, block_tokens, head_dim]``.
+    """Format (version 1): one plane ``raw`` of words ``[blocks, batch, kv_heads, block_tokens,
+    head_dim]``.
 
     Args:
         dtype: dtype of the numbers, as a torch dtype or its name ("bfloat16").
@@ -23,7 +25,7 @@ class RawCodec(TensorCodec):
 
     id: ClassVar[str] = "raw"
 
-    dtype: torch.dtype = torch.bfloat16  # type: ignore[misc]  # a field where the base class has a property
+    dtype: torch.dtype = torch.bfloat16  # a field where the base class has a property
 
     def __post_init__(self) -> None:
         TensorCodec.__post_init__(self)

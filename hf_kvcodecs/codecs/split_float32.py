@@ -1,4 +1,5 @@
-"""float32 tensors: the upper 16 bits of each number packed as bf16, the lower 16 kept as they are."""
+"""float32 tensors: the upper 16 bits of each number packed as bf16, the lower 16 kept as they
+are."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from .exponent import ExponentCodec
 class SplitFloat32Codec(TensorCodec):
     """About 27.3 of 32 bits, exact: only the exponent of a float32 number can be packed.
 
-    Format (version 1): the planes, pools and counts of the bf16 exponent codec (version 1) for the upper halves, and
-    one more plane ``lower`` int16 ``[block_tokens, head_dim]``.
+    Format (version 1): the planes, pools and counts of the bf16 exponent codec (version 1) for the
+    upper halves, and one more plane ``lower`` int16 ``[block_tokens, head_dim]``.
     """
 
     id: ClassVar[str] = "split_float32"

@@ -15,7 +15,8 @@ WORD_DTYPES = {
 
 
 def to_words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bit patterns of ``tensor`` as integers of the same size: a view, so that nothing is ever converted."""
+    """The bit patterns of ``tensor`` as integers of the same size: a view, so that nothing is ever
+    converted."""
     return tensor.view(WORD_DTYPES[tensor.dtype])
 
 

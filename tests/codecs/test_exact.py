@@ -70,8 +70,13 @@ def test_adversarial_content_returns(dtype, content):
 def cases(draw):
     dtype = draw(st.sampled_from(EXACT_DTYPES))
     block_tokens = draw(st.sampled_from([16, 32, 128]))
-    shape = (draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3)), block_tokens,
-             draw(st.integers(1, 40)))  # fmt: skip
+    shape = (
+        draw(st.integers(0, 3)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+        block_tokens,
+        draw(st.integers(1, 40)),
+    )
     kinds = draw(
         st.lists(st.sampled_from(["normal", "bits", "zeros", "huge"]), min_size=1, max_size=3)
     )
@@ -121,12 +126,20 @@ def test_select_slice_and_cat_move_records_with_their_pools(dtype):
     assert int(packed.block_nbytes.sum()) == packed.nbytes
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [
-    (torch.bfloat16, 1.40), (torch.float16, 1.11), (torch.float32, 1.16), (torch.float8_e4m3fn, 1.10),
-    (torch.float8_e5m2, 1.25),
-], ids=dtype_id)  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "factor"),
+    [
+        (torch.bfloat16, 1.40),
+        (torch.float16, 1.11),
+        (torch.float32, 1.16),
+        (torch.float8_e4m3fn, 1.10),
+        (torch.float8_e5m2, 1.25),
+    ],
+    ids=dtype_id,
+)
 def test_normal_numbers_shrink(dtype, factor):
-    """Less regular than real keys and values, whose factors tests/test_real_model.py holds to their targets."""
+    """Less regular than real keys and values, whose factors tests/test_real_model.py holds to their
+    targets."""
     words = real_shaped((4, 1, 2, 128, 64), dtype)
     packed = codec_for(dtype).encode(words)
     assert words.nbytes / packed.nbytes >= factor
@@ -139,15 +152,19 @@ def test_packed_blocks_own_their_memory():
     assert bool(packed.planes["raw"].any())
 
 
-@pytest.mark.parametrize(("config", "error"), [
-    ({"id": "lz77", "version": 1}, ValueError),
-    ({"id": "exponent", "version": 2, "float_format": "bf16"}, UnsupportedLayoutError),
-    ({"id": "exponent", "float_format": "bf16"}, UnsupportedLayoutError),
-    ({"id": "exponent", "version": 1, "colour": "red"}, ValueError),
-    ({"id": "exponent", "version": 1, "float_format": "bf17"}, ValueError),
-    ({"id": "exponent", "version": 1, "block_tokens": 100}, ValueError),
-    ({"id": "raw", "version": 1, "dtype": "complex64"}, ValueError),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"id": "lz77", "version": 1}, ValueError),
+        ({"id": "exponent", "version": 2, "float_format": "bf16"}, UnsupportedLayoutError),
+        ({"id": "exponent", "float_format": "bf16"}, UnsupportedLayoutError),
+        ({"id": "exponent", "version": 1, "colour": "red"}, ValueError),
+        ({"id": "exponent", "version": 1, "float_format": "bf17"}, ValueError),
+        ({"id": "exponent", "version": 1, "block_tokens": 100}, ValueError),
+        ({"id": "raw", "version": 1, "dtype": "complex64"}, ValueError),
+    ],
+    ids=str,
+)
 def test_bad_configs_are_refused(config, error):
     with pytest.raises(error, match=r"expected|not supported|unknown"):
         codec_from_config(config)

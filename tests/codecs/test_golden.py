@@ -1,4 +1,5 @@
-"""Bytes written by every released version keep decoding. A new format is a new version with files of its own.
+"""Bytes written by every released version keep decoding. A new format is a new version with files
+of its own.
 
 ``python -m tests.codecs.test_golden`` writes files that are missing; it never replaces one.
 """
@@ -25,7 +26,8 @@ GROUPS = ("planes", "pools", "counts")
 
 
 def golden_words(dtype: torch.dtype) -> torch.Tensor:
-    """Numbers from integer arithmetic alone: ordinary ones, zeros, outliers, infinities and NaN payloads."""
+    """Numbers from integer arithmetic alone: ordinary ones, zeros, outliers, infinities and NaN
+    payloads."""
     index = torch.arange(2 * 1 * 2 * 32 * 6)
     mixed = (index * 2654435761) % 4294967296
     values = ((mixed % 1000) - 500).double() * torch.exp2(-((mixed >> 10) % 12).double())

@@ -12,10 +12,12 @@ from hf_kvcodecs.integrations import default_model as module
 @pytest.mark.compat
 def test_the_converted_model_is_bf16_and_answers(smollm2):
     with safe_open(module.default_model() / "model.safetensors", framework="pt") as file:
-        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}
     model, tokenizer = smollm2(torch.bfloat16)
     message = [{"role": "user", "content": "What is the capital of France?"}]
-    inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     text = tokenizer.decode(model.generate(**inputs, max_new_tokens=12, do_sample=False)[0])
     assert "Paris" in text
 

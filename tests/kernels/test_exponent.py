@@ -1,4 +1,5 @@
-"""The fused and the compiled unpacking against the readable reference, and dispatch between them."""
+"""The fused and the compiled unpacking against the readable reference, and dispatch between
+them."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ def exponent_pack(words: torch.Tensor, layout: ExponentLayout) -> PackedBlocks:
     """Blocks packed without loss in the format that :mod:`hf_kvcodecs.layouts` writes down.
 
     Args:
-        words: ``[blocks, batch, kv_heads, tokens, head_dim]``, the numbers' bit patterns as int16 (uint8 for fp8),
-            any strides, any device; ``tokens`` a multiple of 16. Not changed.
+        words: ``[blocks, batch, kv_heads, tokens, head_dim]``, the numbers' bit patterns as int16
+            (uint8 for fp8), any strides, any device; ``tokens`` a multiple of 16. Not changed.
         layout: the code of that floating-point format.
 
     Returns:
@@ -31,7 +31,8 @@ def exponent_pack(words: torch.Tensor, layout: ExponentLayout) -> PackedBlocks:
     dtype = torch.int16 if layout.word_bits == 16 else torch.uint8
     if words.dtype != dtype or words.dim() != 5 or words.shape[3] % WORD_TOKENS:
         raise ValueError(
-            f"words: expected {dtype} [blocks, batch, kv_heads, tokens, head_dim] with tokens a multiple of "
+            f"words: expected {dtype} [blocks, batch, kv_heads, tokens, head_dim] with tokens a "
+            "multiple of "
             f"{WORD_TOKENS}, got {words.dtype} {tuple(words.shape)}"
         )
     if words.shape[-1] % 2:

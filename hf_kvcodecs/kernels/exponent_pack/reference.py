@@ -84,7 +84,8 @@ def _escapes(
 
 
 def _bit_plane(values: torch.Tensor, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """Bit 0 of ``values`` ``[..., T, D]`` gathered into words ``[..., T/tokens, D]``, bit ``i`` from token ``i``."""
+    """Bit 0 of ``values`` ``[..., T, D]`` gathered into words ``[..., T/tokens, D]``, bit ``i``
+    from token ``i``."""
     bits = (values & 1).unflatten(-2, (-1, tokens))
     shifts = torch.arange(tokens, dtype=torch.int32, device=values.device).unsqueeze(-1)
     return _narrow((bits << shifts).sum(-2, dtype=torch.int32), dtype)

@@ -19,13 +19,15 @@ def exponent_unpack(
     block_tokens: int,
     backend: str = "auto",
 ) -> None:
-    """Writes the first ``blocks * block_tokens`` tokens of ``out``: exactly the words that were packed.
+    """Writes the first ``blocks * block_tokens`` tokens of ``out``: exactly the words that were
+    packed.
 
     Args:
-        packed: blocks in the format that :mod:`hf_kvcodecs.layouts` writes down, on the device of ``out``.
+        packed: blocks in the format that :mod:`hf_kvcodecs.layouts` writes down, on the device of
+            ``out``.
         layout: the code of that floating-point format.
-        out: ``[batch, kv_heads, tokens, head_dim]``, contiguous, int16 (uint8 for fp8), with room for the blocks.
-            Changed in place; tokens behind the blocks are left as they are.
+        out: ``[batch, kv_heads, tokens, head_dim]``, contiguous, int16 (uint8 for fp8), with room
+            for the blocks. Changed in place; tokens behind the blocks are left as they are.
         block_tokens: tokens of one block.
         backend: "auto" | "torch" | "compile", see :mod:`hf_kvcodecs.kernels.dispatch`.
 
@@ -39,7 +41,8 @@ def exponent_unpack(
     )
     if out.dtype != dtype or not fits or not out.is_contiguous():
         raise ValueError(
-            f"out: expected contiguous {dtype} [{batch}, {heads}, >= {blocks * block_tokens}, head_dim], "
+            f"out: expected contiguous {dtype} [{batch}, {heads}, >= {blocks * block_tokens}, "
+            "head_dim], "
             f"got {out.dtype} {tuple(out.shape)} with strides {out.stride()}"
         )
     if blocks == 0 or out.numel() == 0:
@@ -61,12 +64,10 @@ def exponent_unpack(
 
 
 def block_view(out: torch.Tensor, blocks: int, block_tokens: int) -> torch.Tensor:
-    """``out`` ``[batch, kv_heads, tokens, D]`` seen as ``[blocks, batch, kv_heads, block_tokens, D]``."""
-    return (
-        out[:, :, : blocks * block_tokens]
-        .unflatten(2, (blocks, block_tokens))
-        .permute(2, 0, 1, 3, 4)
-    )
+    """``out`` ``[batch, kv_heads, tokens, D]`` seen as ``[blocks, batch, kv_heads, block_tokens,
+    D]``."""
+    split: torch.Tensor = out[:, :, : blocks * block_tokens].unflatten(2, (blocks, block_tokens))
+    return split.permute(2, 0, 1, 3, 4)
 
 
 def apply_patches(packed: PackedBlocks, out: torch.Tensor, block_tokens: int) -> None:

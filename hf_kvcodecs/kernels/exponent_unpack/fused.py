@@ -1,8 +1,9 @@
-"""Unpacking 16-bit formats in one pass over 32-bit lanes: two neighbouring channels are decoded at a time.
+"""Unpacking 16-bit formats in one pass over 32-bit lanes: two neighbouring channels are decoded at
+a time.
 
-The same arithmetic as the reference, on int32 words that hold two 16-bit halves, one channel in each. int32 is
-what Inductor's C++ backend vectorises (int16 is not), and no half ever carries into the other: codes and bases
-are 8-bit numbers in 16-bit fields.
+The same arithmetic as the reference, on int32 words that hold two 16-bit halves, one channel in
+each. int32 is what Inductor's C++ backend vectorises (int16 is not), and no half ever carries into
+the other: codes and bases are 8-bit numbers in 16-bit fields.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ BOTH = 0x0001_0001  # times a 16-bit constant: that constant in both halves
 def fused_inputs(
     packed: PackedBlocks, layout: ExponentLayout, out: torch.Tensor, block_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-    """The arguments of :func:`unpack_pairs`: rows are ``batch * kv_heads``, channels go in pairs."""
+    """The arguments of :func:`unpack_pairs`: rows are ``batch * kv_heads``, channels go in
+    pairs."""
     blocks, groups = packed.lead_shape[0], block_tokens // WORD_TOKENS
     base = (packed.planes["base"].to(torch.int16) - (2**layout.window_bits - 1)) & 0xFF
     optional = expand_escapes(packed, layout)[..., 0]

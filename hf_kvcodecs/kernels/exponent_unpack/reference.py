@@ -12,7 +12,8 @@ from ...layouts import WORD_TOKENS, ExponentLayout, PackedBlocks
 def exponent_unpack_reference(
     packed: PackedBlocks, layout: ExponentLayout, out: torch.Tensor
 ) -> None:
-    """See :func:`hf_kvcodecs.kernels.exponent_unpack.exponent_unpack`; ``head_dim`` is even here."""
+    """See :func:`hf_kvcodecs.kernels.exponent_unpack.exponent_unpack`; ``head_dim`` is even
+    here."""
     M, top_code = layout.mantissa_bits, 2**layout.window_bits - 1
     fixed = torch.zeros(out.shape, dtype=torch.int32, device=out.device)
     first_bit = 0
@@ -39,11 +40,13 @@ def exponent_unpack_reference(
 def spread_bits(words: torch.Tensor, tokens: int) -> torch.Tensor:
     """Words ``[..., G, D]`` to their bits ``[..., G * tokens, D]`` as int32 zeros and ones."""
     shifts = torch.arange(tokens, dtype=torch.int32, device=words.device).unsqueeze(-1)
-    return ((words.to(torch.int32).unsqueeze(-2) >> shifts) & 1).flatten(-3, -2)
+    bits: torch.Tensor = ((words.to(torch.int32).unsqueeze(-2) >> shifts) & 1).flatten(-3, -2)
+    return bits
 
 
 def expand_escapes(packed: PackedBlocks, layout: ExponentLayout) -> torch.Tensor:
-    """Optional planes of every unit ``[blocks, batch, kv_heads, T/U, D, planes]``, all ones where none is stored."""
+    """Optional planes of every unit ``[blocks, batch, kv_heads, T/U, D, planes]``, all ones where
+    none is stored."""
     tags, channels = packed.planes["tags"], packed.planes["base"].shape[-1]
     table = _tag_table(layout.tag_bits, layout.optional_planes, tags.device)
     stored = table.index_select(0, tags.flatten().to(torch.int32)).view(torch.bool)
@@ -56,14 +59,17 @@ def expand_escapes(packed: PackedBlocks, layout: ExponentLayout) -> torch.Tensor
     ):  # twice as fast there; elsewhere indexing by a mask waits for the device
         words.view(-1)[stored.flatten()] = packed.pools["escapes"]
         return words
-    return words.masked_scatter_(stored, packed.pools["escapes"])
+    words.masked_scatter_(stored, packed.pools["escapes"])
+    return words
 
 
 @functools.cache
 def _tag_table(tag_bits: int, planes: int, device: torch.device) -> torch.Tensor:
-    """For each tag byte its ``8 / tag_bits`` units' ``planes`` flags "is stored", as bytes read at once.
+    """For each tag byte its ``8 / tag_bits`` units' ``planes`` flags "is stored", as bytes read at
+    once.
 
-    Eight flags a byte are one int64, so that a single look-up spreads them; otherwise they stay uint8 rows.
+    Eight flags a byte are one int64, so that a single look-up spreads them; otherwise they stay
+    uint8 rows.
     """
     with torch.inference_mode(False):
         byte = torch.arange(256, dtype=torch.uint8, device=device).unsqueeze(-1)
@@ -71,5 +77,5 @@ def _tag_table(tag_bits: int, planes: int, device: torch.device) -> torch.Tensor
             2**tag_bits - 1
         )
         flags = tag.unsqueeze(-1) > torch.arange(planes, dtype=torch.uint8, device=device)
-        rows = flags.view(torch.uint8).flatten(1)
+        rows: torch.Tensor = flags.view(torch.uint8).flatten(1)
         return rows.view(torch.int64).squeeze(-1) if rows.shape[1] == 8 else rows
