@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from ..kernels.exponent_unpack import block_view
+from ..kernels.exponent_unpack import exponent_unpack
 from ..layouts import PackedBlocks
 from .base import TensorCodec
 from .exponent import ExponentCodec
@@ -39,15 +39,9 @@ class SplitFloat32Codec(TensorCodec):
         return replace(packed, planes=packed.planes | {"lower": words.to(torch.int16).contiguous()})
 
     def decode(self, packed: PackedBlocks, out: torch.Tensor) -> None:
-        blocks = packed.lead_shape[0]
-        upper = out.new_empty(
-            (*out.shape[:2], blocks * self.block_tokens, out.shape[3]), dtype=torch.int16
-        )
-        self.upper.decode(packed, upper)
-        target = block_view(out, blocks, self.block_tokens)
-        target.copy_(block_view(upper, blocks, self.block_tokens))
-        target.bitwise_left_shift_(16)
-        target.bitwise_or_(packed.planes["lower"].to(torch.int32).bitwise_and_(0xFFFF))
+        lower = packed.planes["lower"]
+        layout = self.upper.layout
+        exponent_unpack(packed, layout, out, self.block_tokens, self.backend, lower)
 
     def check(self, packed: PackedBlocks, head_dim: int) -> None:
         self.upper.check(packed, head_dim)

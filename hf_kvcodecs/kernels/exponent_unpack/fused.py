@@ -8,6 +8,8 @@ the other: codes and bases are 8-bit numbers in 16-bit fields.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ...layouts import WORD_TOKENS, ExponentLayout, PackedBlocks
@@ -16,30 +18,59 @@ from .reference import expand_escapes
 BOTH = 0x0001_0001  # times a 16-bit constant: that constant in both halves
 
 
+class FusedInputs(NamedTuple):
+    """The arguments of :func:`unpack_pairs`: rows are ``batch * kv_heads``, channels go in pairs.
+
+    Attributes:
+        base: int32 ``[blocks, rows, D/2]``, base minus 15 modulo 256 in each half.
+        low: int32 ``[blocks, rows, T/2, D/2]``.
+        bits: int32 ``[blocks, rows, T/16, planes, D/2]``.
+        optional: int32 ``[blocks, rows, T/16, D/2]``, code bit 3.
+        lower: None, or int32 ``[blocks, rows, T/16, 16, D/2]``: the lower halves of float32.
+        out: ``[blocks, rows, T/16, 16, D/2]``, any strides: int32, or int64 with ``lower``.
+    """
+
+    base: torch.Tensor
+    low: torch.Tensor
+    bits: torch.Tensor
+    optional: torch.Tensor
+    lower: torch.Tensor | None
+    out: torch.Tensor
+    mantissa_bits: int
+    exponent_bits: int
+
+
 def fused_inputs(
-    packed: PackedBlocks, layout: ExponentLayout, out: torch.Tensor, block_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-    """The arguments of :func:`unpack_pairs`: rows are ``batch * kv_heads``, channels go in
-    pairs."""
+    packed: PackedBlocks,
+    layout: ExponentLayout,
+    out: torch.Tensor,
+    block_tokens: int,
+    lower: torch.Tensor | None = None,
+) -> FusedInputs:
+    """Views of the packed arrays as 32-bit lanes; see ``exponent_unpack`` for the arguments."""
     blocks, groups = packed.lead_shape[0], block_tokens // WORD_TOKENS
-    base = (packed.planes["base"].to(torch.int16) - (2**layout.window_bits - 1)) & 0xFF
-    optional = expand_escapes(packed, layout)[..., 0]
-    parts = [base, packed.planes["low"], packed.planes["bits"], optional]
-    pairs = [part.contiguous().view(torch.int32).flatten(1, 2) for part in parts]
-    rows = out.view(torch.int32).flatten(0, 1)[:, : blocks * block_tokens]
-    pairs.append(rows.unflatten(1, (blocks, groups, WORD_TOKENS)).transpose(0, 1))
-    for pair in pairs:  # block count and rows vary in one compiled function
-        torch._dynamo.maybe_mark_dynamic(pair, 0)
-        torch._dynamo.maybe_mark_dynamic(pair, 1)
-    return (
-        pairs[0],
-        pairs[1],
-        pairs[2],
-        pairs[3],
-        pairs[4],
-        layout.mantissa_bits,
-        layout.exponent_bits,
+
+    def pairs(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().view(torch.int32).flatten(1, 2)
+
+    rows = out.view(torch.int32 if lower is None else torch.int64).flatten(0, 1)
+    inputs = FusedInputs(
+        base=pairs((packed.planes["base"].to(torch.int16) - (2**layout.window_bits - 1)) & 0xFF),
+        low=pairs(packed.planes["low"]),
+        bits=pairs(packed.planes["bits"]),
+        optional=pairs(expand_escapes(packed, layout)[..., 0]),
+        lower=None if lower is None else pairs(lower).unflatten(2, (groups, WORD_TOKENS)),
+        out=rows[:, : blocks * block_tokens]
+        .unflatten(1, (blocks, groups, WORD_TOKENS))
+        .transpose(0, 1),
+        mantissa_bits=layout.mantissa_bits,
+        exponent_bits=layout.exponent_bits,
     )
+    for tensor in inputs:  # block count and rows vary in one compiled function
+        if isinstance(tensor, torch.Tensor):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+    return inputs
 
 
 def unpack_pairs(
@@ -47,24 +78,17 @@ def unpack_pairs(
     low: torch.Tensor,
     bits: torch.Tensor,
     optional: torch.Tensor,
+    lower: torch.Tensor | None,
     out: torch.Tensor,
     mantissa_bits: int,
     exponent_bits: int,
 ) -> None:
-    """Decodes into ``out`` int32 ``[blocks, rows, T/16, 16, D/2]``, any strides.
-
-    Args:
-        base: int32 ``[blocks, rows, D/2]``, base minus 15 modulo 256 in each half.
-        low: int32 ``[blocks, rows, T/2, D/2]``.
-        bits: int32 ``[blocks, rows, T/16, planes, D/2]``.
-        optional: int32 ``[blocks, rows, T/16, D/2]``, code bit 3.
-    """
+    """Decodes into ``out``; the arguments are those of :class:`FusedInputs`."""
     code_shift = mantissa_bits  # the three low code bits sit above the mantissa
     token = torch.arange(WORD_TOKENS, dtype=torch.int32, device=out.device).unsqueeze(-1)
     byte = torch.arange(0, 16, 8, dtype=torch.int32, device=out.device).unsqueeze(-1)
-    fixed = ((low.unflatten(2, (-1, 8)).unsqueeze(-2) >> byte) & (0xFF * BOTH)).flatten(
-        3, 4
-    )  # [.., T/16, 16, D/2]
+    fixed = (low.unflatten(2, (-1, 8)).unsqueeze(-2) >> byte) & (0xFF * BOTH)
+    fixed = fixed.flatten(3, 4)  # [blocks, rows, T/16, 16, D/2]
     for plane in range(bits.shape[3]):
         fixed = fixed | (((bits[:, :, :, plane].unsqueeze(-2) >> token) & BOTH) << (8 + plane))
     code = (fixed >> code_shift) & (0b111 * BOTH)
@@ -72,6 +96,14 @@ def unpack_pairs(
     nonzero = ((code + 15 * BOTH) >> 4) & BOTH  # 1 where the 4-bit code is not 0
     exponent = (code + base[:, :, None, None]) & ((2**exponent_bits - 1) * BOTH) & (nonzero * 0xFF)
     sign = (fixed >> (code_shift + 3)) & BOTH
-    out.copy_(
-        (sign << 15) | (exponent << mantissa_bits) | (fixed & ((2**mantissa_bits - 1) * BOTH))
-    )
+    mantissa = fixed & ((2**mantissa_bits - 1) * BOTH)
+    words = (sign << 15) | (exponent << mantissa_bits) | mantissa
+    out.copy_(words if lower is None else _join_halves(words, lower))
+
+
+def _join_halves(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """Pairs of upper and of lower 16-bit halves to pairs of 32-bit words, in int64."""
+    upper, lower = upper.to(torch.int64), lower.to(torch.int64)
+    first = ((upper & 0xFFFF) << 16) | (lower & 0xFFFF)
+    second = (upper & 0xFFFF0000) | ((lower >> 16) & 0xFFFF)
+    return first | (second << 32)
