@@ -4,8 +4,8 @@ The exponent code (version 1)
 -----------------------------
 A floating-point number is a sign ``s``, an exponent field ``e`` and a mantissa ``f`` of ``M`` bits.
 Trained models keep the exponents of one (head, channel) within a short window, so ``e`` is stored
-as a code relative to
-a *base*: the largest exponent field of that channel within the block. With a window of ``W`` bits::
+as a code relative to a *base*: the largest exponent field of that channel within the block. With a
+window of ``W`` bits::
 
     c = e - base + 2**W - 1          # 0 .. 2**W - 1, all ones for the channel's largest exponent
 
@@ -17,8 +17,8 @@ E5M2): there are no misfits.
 
 ``F`` low bits of ``c`` are stored for every element. The remaining ``W - F`` bits are nearly always
 ones; they are stored only for those *units* (``U`` consecutive tokens of one channel) where some
-element has a zero among
-them: planes ``F .. F + n - 1`` for a unit whose tag is ``n``, all planes above being ones.
+element has a zero among them: planes ``F .. F + n - 1`` for a unit whose tag is ``n``, all planes
+above being ones.
 
 ======== === === === === ========= ==============================================
 format    M   W   F   U  tag bits  fixed bits per element (sign, mantissa, low code)
@@ -32,18 +32,17 @@ fp8_e5m2  2   5   2   8      2      5
 Word order ``plain`` (version 1)
 --------------------------------
 Every array leads with ``[blocks, batch, kv_heads]``; a *record* is one index of these three. Within
-a record of
-``T`` tokens and ``D`` channels (``D`` even; an odd head_dim gets one zero channel more), with the
-fixed bits of an element read as ``v = f | (c mod 2**F) << M | s << (M + F)``, all words
-little-endian:
+a record of ``T`` tokens and ``D`` channels (``D`` even; an odd head_dim gets one zero channel
+more), with the fixed bits of an element read as ``v = f | (c mod 2**F) << M | s << (M + F)``, all
+words little-endian:
 
 - ``base`` uint8 ``[D]``.
 - ``low`` int16 ``[T/2, D]``, only where an element has 8 fixed bits or more: bits 0-7 of ``v`` of
   token ``2i``, then those of token ``2i + 1`` in the upper byte.
-- ``bits`` int16 ``[T/16, P, D]``: plane ``p`` holds the next bit of ``v``; bit ``i`` is token ``16
-  g + i``.
-- ``tags`` uint8 ``[T/U, ceil(D * tag_bits / 8)]``: tag of channel ``d`` in bits ``tag_bits * d
-  ...`` of the row.
+- ``bits`` int16 ``[T/16, P, D]``: plane ``p`` holds the next bit of ``v``; bit ``i`` of word ``g``
+  is token ``16 g + i``.
+- ``tags`` uint8 ``[T/U, ceil(D * tag_bits / 8)]``: the tag of channel ``d`` begins at bit
+  ``tag_bits * d`` of the row.
 - pool ``escapes`` (int16 for ``U`` = 16, uint8 for ``U`` = 8): for each unit with tag ``n > 0``, in
   the order (record, unit row, channel), ``n`` words, the planes ``F``, ``F + 1``, ...; bit ``i`` is
   the unit's token ``i``.

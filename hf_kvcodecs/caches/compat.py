@@ -1,5 +1,4 @@
-"""Every difference between the supported transformers releases (5.17 and newer), and nothing
-else."""
+"""The differences between the supported transformers releases (5.17 and newer), all of them."""
 
 from __future__ import annotations
 
@@ -35,13 +34,11 @@ def attention_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
 
 
 def calling_attention(depth: int = 8) -> str | None:
-    """The attention implementation of the module that is calling ``update``, None if there is none
-    to be found.
+    """The attention implementation of the module that is calling ``update``, None if unknown.
 
     A cache made without a config is told nothing of the model. The attention module that is just
-    calling it knows,
-    so its frame is read: the one way that needs neither an argument from the user nor a patch of
-    transformers.
+    calling it knows, so its frame is read: the one way that needs neither an argument from the
+    user nor a patch of transformers.
     """
     frame = sys._getframe(1)
     for _ in range(depth):

@@ -8,14 +8,12 @@ name, dtype, shape, bytes.
 
 The description holds ``options`` (of :class:`GAACCache`), ``model`` (null, or ``name`` and the
 ``config_sha256`` of the config's fields) and ``layers``, one object each: ``kind`` is "gaac",
-"empty", "sliding" or "dummy". A "gaac" layer
-has ``sequences``: one of keys and values together (the values' rows of the batch behind the keys'),
-or two; each has ``dtype``, ``codec`` (a codec's config) and ``segments`` (a codec's config each).
-Tensors of sequence ``S`` of layer
-``I``: ``layers.I.S.tail`` (words), ``layers.I.S.J.planes.NAME``, ``.pools.NAME``, ``.counts.NAME``
-for segment ``J``; the codec owns what they hold. A "sliding" layer has ``cumulative_length`` and
-tensors ``layers.I.keys`` and
-``layers.I.values`` in the model's dtype.
+"empty", "sliding" or "dummy". A "gaac" layer has ``sequences``: one of keys and values together
+(the values' rows of the batch behind the keys'), or two; each has ``dtype``, ``codec`` (a codec's
+config) and ``segments`` (a codec's config each). Tensors of sequence ``S`` of layer ``I``:
+``layers.I.S.tail`` (words), ``layers.I.S.J.planes.NAME``, ``.pools.NAME``, ``.counts.NAME`` for
+segment ``J``; the codec owns what they hold. A "sliding" layer has ``cumulative_length`` and the
+tensors ``layers.I.keys`` and ``layers.I.values`` in the model's dtype.
 """
 
 from __future__ import annotations

@@ -141,8 +141,7 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
-        # `generate` sets this at the start of each call: the one sign that a new prompt may be
-        # coming.
+        # `generate` sets this at the start of each call: the one sign of a new prompt.
         self._claimed_by_generate = self._first_forward = value
 
     def reset(self) -> None:

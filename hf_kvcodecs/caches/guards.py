@@ -1,5 +1,4 @@
-"""Uses of a cache that transformers lets pass, or answers with a bare IndexError, turned into clear
-errors."""
+"""Misuse that transformers lets pass, or answers with a bare IndexError, as clear errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One full-attention layer of a :class:`GAACCache`: the transformers layer contract over packed
-sequences."""
+"""One layer of a :class:`GAACCache`: transformers' layer contract over packed sequences."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The keys or the values of one layer: sealed blocks, then a dense tail; a value, never changed in
-place."""
+"""Keys or values of one layer: sealed blocks, then a dense tail. Never changed in place."""
 
 from __future__ import annotations
 

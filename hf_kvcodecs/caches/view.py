@@ -1,5 +1,4 @@
-"""``KVView``: what ``update`` returns once blocks are sealed, a tensor in name whose numbers stay
-packed."""
+"""``KVView``: a tensor in name whose numbers stay packed; what ``update`` returns."""
 
 from __future__ import annotations
 
@@ -12,60 +11,26 @@ from torch.utils._pytree import tree_map_only
 from .pair import KVPair
 
 # What a tensor can be asked without its numbers. Anything else makes the dense tensor first.
-_METADATA = {
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "is_cuda",
-        "is_cpu",
-        "is_mps",
-        "is_xpu",
-        "is_meta",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
-        "itemsize",
-        "nbytes",
-    )
-} | {
-    getattr(torch.Tensor, name)
-    for name in (
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "element_size",
-        "stride",
-        "storage_offset",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "get_device",
-        "type",
-        "__len__",
-    )
+_ATTRIBUTES = (
+    "shape dtype device layout ndim requires_grad is_leaf grad_fn itemsize nbytes "
+    "is_cuda is_cpu is_mps is_xpu is_meta is_sparse is_quantized is_nested"
+)
+_METHODS = (
+    "size dim ndimension numel nelement element_size stride storage_offset is_contiguous "
+    "is_floating_point is_complex get_device __len__"
+)
+_METADATA = {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()} | {
+    getattr(torch.Tensor, name) for name in _METHODS.split()
 }
-_METADATA.discard(torch.Tensor.type)  # also a conversion
 
 
 class KVView(torch.Tensor):
-    """Keys or values ``[batch, kv_heads, tokens, head_dim]`` of a layer, whose sealed blocks are
-    still packed.
+    """Keys or values ``[batch, kv_heads, tokens, head_dim]`` whose sealed blocks are still packed.
 
     Shape, dtype, device and strides (contiguous) are known without decoding. Any operation on it
-    computes with the
-    exact dense tensor, made at the first use and kept until the view dies: one layer at a time
-    within a model.
-    ``scaled_dot_product_attention`` passes through :meth:`__torch_function__`, where a fused kernel
-    can take over.
+    computes with the exact dense tensor, made at the first use and kept until the view dies: one
+    layer at a time within a model. ``scaled_dot_product_attention`` passes through
+    :meth:`__torch_function__`, where a fused kernel can take over.
     """
 
     source: KVPair

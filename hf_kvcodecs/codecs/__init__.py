@@ -1,5 +1,4 @@
-"""Tensor codecs: blocks of keys or values to packed bytes and back, found by name or from their
-config."""
+"""Tensor codecs: blocks of keys or values to packed bytes and back, by dtype or by config."""
 
 from __future__ import annotations
 

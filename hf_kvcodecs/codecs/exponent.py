@@ -1,5 +1,4 @@
-"""The exponent codec: bf16, fp16 and fp8 tensors packed without loss (bf16 to about 11.3 of 16
-bits)."""
+"""The exponent codec: bf16 (to about 11.3 of 16 bits), fp16 and fp8, without loss."""
 
 from __future__ import annotations
 

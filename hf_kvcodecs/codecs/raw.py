@@ -1,5 +1,4 @@
-"""Blocks as they are: for dtypes without a code of their own, and for blocks that packing would not
-shrink."""
+"""Blocks as they are: for dtypes without a code, and for blocks that packing would not shrink."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""float32 tensors: the upper 16 bits of each number packed as bf16, the lower 16 kept as they
-are."""
+"""float32: the upper 16 bits of each number packed as bf16, the lower 16 as they are."""
 
 from __future__ import annotations
 

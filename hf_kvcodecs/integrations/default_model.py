@@ -1,5 +1,4 @@
-"""The default model, SmolLM2-135M-Instruct: taken from a package, converted once, usable without
-any model hub."""
+"""The default model, SmolLM2-135M-Instruct: from a package, converted once, without a hub."""
 
 from __future__ import annotations
 

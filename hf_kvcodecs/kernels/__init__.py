@@ -1,2 +1,1 @@
-"""The operations on packed bytes, one folder each: a checked op, a readable reference, faster twins
-of it."""
+"""Operations on packed bytes, a folder each: a checked op, a readable reference, fast twins."""
