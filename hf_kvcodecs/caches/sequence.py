@@ -94,21 +94,10 @@ class PackedSequence:
         return from_words(self._dense_words(), self.codec.dtype).to(self.dtype)
 
     def _dense_words(self) -> torch.Tensor:
-        if not self.segments:
-            return self.tail
-        out = self.tail.new_empty(self.shape)
-        start = 0
-        for segment in self.segments:
-            stop = start + segment.blocks * segment.codec.block_tokens
-            if len(self.segments) == 1:
-                segment.codec.decode(segment.packed, out)
-            else:  # decode wants contiguous memory
-                part = out.new_empty((*out.shape[:2], stop - start, out.shape[3]))
-                segment.codec.decode(segment.packed, part)
-                out[:, :, start:stop] = part
-            start = stop
-        out[:, :, start:] = self.tail
-        return out
+        words = self.tail
+        for segment in reversed(self.segments):  # nearly always one: each pass copies what follows
+            words = segment.codec.decode(segment.packed, words)
+        return words
 
     def crop(self, tokens: int) -> PackedSequence:
         """The first ``tokens`` tokens. A block that the cut falls into is decoded, exactly, and

@@ -65,11 +65,11 @@ class TensorCodec(ABC):
         """
 
     @abstractmethod
-    def decode(self, packed: PackedBlocks, out: torch.Tensor) -> None:
-        """Writes all blocks of ``packed`` into the first tokens of ``out``.
+    def decode(self, packed: PackedBlocks, tail: torch.Tensor) -> torch.Tensor:
+        """All blocks of ``packed`` and the words ``tail`` behind them, in one new tensor.
 
-        ``out`` is contiguous ``[batch, kv_heads, tokens, head_dim]`` of ``word_dtype``, on the
-            device of ``packed``.
+        ``tail`` is ``[batch, kv_heads, tail_tokens, head_dim]`` of ``word_dtype`` (no tokens will
+        do), on the device of ``packed``; the result is contiguous, of the same kind.
         """
 
     @abstractmethod

@@ -61,8 +61,8 @@ class ExponentCodec(TensorCodec):
     def encode(self, words: torch.Tensor) -> PackedBlocks:
         return exponent_pack(words, self.layout)
 
-    def decode(self, packed: PackedBlocks, out: torch.Tensor) -> None:
-        exponent_unpack(packed, self.layout, out, self.block_tokens, self.backend)
+    def decode(self, packed: PackedBlocks, tail: torch.Tensor) -> torch.Tensor:
+        return exponent_unpack(packed, self.layout, tail, self.backend)
 
     def check(self, packed: PackedBlocks, head_dim: int) -> None:
         layout, channels, tokens = self.layout, head_dim + head_dim % 2, self.block_tokens

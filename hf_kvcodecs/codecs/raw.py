@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..kernels.exponent_unpack import block_view
 from ..layouts import PackedBlocks
 from .base import TensorCodec
 from .words import WORD_DTYPES
@@ -38,9 +37,9 @@ class RawCodec(TensorCodec):
     def encode(self, words: torch.Tensor) -> PackedBlocks:
         return PackedBlocks(planes={"raw": words.clone(memory_format=torch.contiguous_format)})
 
-    def decode(self, packed: PackedBlocks, out: torch.Tensor) -> None:
-        raw = packed.planes["raw"]
-        block_view(out, raw.shape[0], self.block_tokens).copy_(raw)
+    def decode(self, packed: PackedBlocks, tail: torch.Tensor) -> torch.Tensor:
+        blocks = packed.planes["raw"].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return torch.cat([blocks, tail], dim=2)
 
     def check(self, packed: PackedBlocks, head_dim: int) -> None:
         packed.check({"raw": ((self.block_tokens, head_dim), self.word_dtype)}, {})

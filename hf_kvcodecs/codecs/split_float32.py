@@ -37,10 +37,9 @@ class SplitFloat32Codec(TensorCodec):
         packed = self.upper.encode((words >> 16).to(torch.int16))
         return replace(packed, planes=packed.planes | {"lower": words.to(torch.int16).contiguous()})
 
-    def decode(self, packed: PackedBlocks, out: torch.Tensor) -> None:
+    def decode(self, packed: PackedBlocks, tail: torch.Tensor) -> torch.Tensor:
         lower = packed.planes["lower"]
-        layout = self.upper.layout
-        exponent_unpack(packed, layout, out, self.block_tokens, self.backend, lower)
+        return exponent_unpack(packed, self.upper.layout, tail, self.backend, lower)
 
     def check(self, packed: PackedBlocks, head_dim: int) -> None:
         self.upper.check(packed, head_dim)

@@ -42,15 +42,14 @@ def use_compiled(backend: str, device: torch.device, elements: int) -> bool:
     return device.type == "cpu" and elements >= COMPILE_FROM_ELEMENTS
 
 
-def compiled_or_eager(function: Callable[..., None], *args: Any) -> None:
-    """Calls ``torch.compile(function)``; where compiling is impossible, ``function`` itself, with
-    one warning.
+def compiled_or_eager(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """What ``torch.compile(function)`` returns; where compiling is impossible, ``function`` itself.
 
-    Both write the same values into the same outputs, so a failure on the way loses nothing.
+    The latter with one warning. ``function`` must not change its arguments.
     """
     global _compile_works
     try:
-        _compile(function)(*args)
+        return _compile(function)(*args)
     except Exception as error:  # no compiler, no Python headers, ...: Inductor has no common class
         kind = type(error).__name__
         if kind != "FailOnRecompileLimitHit":  # that one concerns only new shapes
@@ -63,11 +62,11 @@ def compiled_or_eager(function: Callable[..., None], *args: Any) -> None:
                 "several times "
                 "slower; a C++ compiler (g++ or clang) in PATH makes it fast.", kind, reason,
             )  # fmt: skip
-        function(*args)
+        return function(*args)
 
 
 @functools.cache
-def _compile(function: Callable[..., None]) -> Callable[..., None]:
+def _compile(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     logger.info(
         "Compiling %s for this CPU, once (some seconds; Inductor keeps it on disk).",
         function.__name__,

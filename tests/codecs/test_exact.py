@@ -200,7 +200,10 @@ def test_wrong_words_are_refused():
     with pytest.raises(ValueError, match="words: expected"):
         codec.encode(torch.zeros(1, 1, 1, 100, 8, dtype=torch.int16))
     packed = codec.encode(torch.zeros(1, 1, 1, 128, 8, dtype=torch.int16))
-    with pytest.raises(ValueError, match="out: expected"):
-        codec.decode(packed, torch.zeros(1, 1, 127, 8, dtype=torch.int16))
+    for shape in ((2, 1, 3, 8), (1, 1, 8)):
+        with pytest.raises(ValueError, match="tail: expected"):
+            codec.decode(packed, torch.zeros(shape, dtype=torch.int16))
+    with pytest.raises(ValueError, match="tail: expected"):
+        codec.decode(packed, torch.zeros(1, 1, 3, 8, dtype=torch.int32))
     with pytest.raises(TypeError, match="dtype: expected"):
         codec_for(torch.complex64)

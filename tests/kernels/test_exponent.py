@@ -29,14 +29,12 @@ def test_fused_equals_reference(name, backend, head_dim):
         )
         values[torch.rand(values.shape) < 0.01] = 0.0
         packed = exponent_pack(to_words(values.to(DTYPES[name])), layout)
-        expected, out = (
-            torch.zeros(batch, heads, blocks * 32 + 7, head_dim, dtype=torch.int16)
-            for _ in range(2)
-        )
-        exponent_unpack_reference(packed, layout, block_view(expected, blocks, 32))
-        apply_patches(packed, expected, 32)
-        exponent_unpack(packed, layout, out, 32, backend)
-        assert torch.equal(out, expected)
+        for tail_tokens in (0, 1, 7):
+            tail = torch.randint(0, 99, (batch, heads, tail_tokens, head_dim)).to(torch.int16)
+            expected = torch.cat([tail.new_zeros(batch, heads, blocks * 32, head_dim), tail], dim=2)
+            exponent_unpack_reference(packed, layout, block_view(expected, blocks, 32))
+            apply_patches(packed, expected, 32)
+            assert torch.equal(exponent_unpack(packed, layout, tail, backend), expected)
 
 
 def test_packing_in_chunks_equals_packing_at_once(monkeypatch):
@@ -70,10 +68,10 @@ def test_a_machine_without_a_compiler_falls_back_and_says_so_once(monkeypatch, c
     monkeypatch.setattr(dispatch, "_noticed", set())
     layout = EXPONENT_LAYOUTS["bf16"]
     words = to_words(torch.randn(2, 1, 1, 32, 8).bfloat16())
-    out = torch.zeros(1, 1, 64, 8, dtype=torch.int16)
+    tail = torch.zeros(1, 1, 2, 8, dtype=torch.int16)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            exponent_unpack(exponent_pack(words, layout), layout, out, 32, "compile")
+            out = exponent_unpack(exponent_pack(words, layout), layout, tail, "compile")
     assert torch.equal(block_view(out, 2, 32), words)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "no C++ compiler here" in caplog.text

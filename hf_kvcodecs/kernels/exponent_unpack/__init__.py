@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...layouts import ExponentLayout, PackedBlocks
+from ...layouts import WORD_TOKENS, ExponentLayout, PackedBlocks
 from ..dispatch import compiled_or_eager, use_compiled
 from .fused import fused_inputs, unpack_pairs
 from .reference import exponent_unpack_reference
@@ -15,53 +15,66 @@ __all__ = ["exponent_unpack"]
 def exponent_unpack(
     packed: PackedBlocks,
     layout: ExponentLayout,
-    out: torch.Tensor,
-    block_tokens: int,
+    tail: torch.Tensor,
     backend: str = "auto",
     lower: torch.Tensor | None = None,
-) -> None:
-    """Writes the first ``blocks * block_tokens`` tokens of ``out``: the very words once packed.
+) -> torch.Tensor:
+    """The very words once packed, with the dense words of ``tail`` behind them, in one new tensor.
 
     Args:
-        packed: blocks in the format that :mod:`hf_kvcodecs.layouts` writes down, on the device of
-            ``out``.
+        packed: blocks in the format that :mod:`hf_kvcodecs.layouts` writes down.
         layout: the code of that floating-point format.
-        out: ``[batch, kv_heads, tokens, head_dim]``, contiguous, int16 (uint8 for fp8, int32 with
-            ``lower``), with room for the blocks. Changed in place; tokens behind the blocks are
-            left as they are.
-        block_tokens: tokens of one block.
+        tail: ``[batch, kv_heads, tail_tokens, head_dim]``, int16 (uint8 for fp8, int32 with
+            ``lower``), any strides, on the device of ``packed``.
         backend: "auto" | "torch" | "compile", see :mod:`hf_kvcodecs.kernels.dispatch`.
         lower: int16 ``[blocks, batch, kv_heads, block_tokens, head_dim]``, for 16-bit formats: the
             lower halves of 32-bit words whose upper halves are packed.
 
+    Returns:
+        ``[batch, kv_heads, blocks * block_tokens + tail_tokens, head_dim]``, contiguous, in the
+        dtype of ``tail``.
+
     Raises:
-        ValueError: ``out`` has another dtype, another shape, or strides.
+        ValueError: ``tail`` has another dtype or shape.
     """
     blocks, batch, heads = packed.lead_shape
     dtype = torch.uint8 if layout.word_bits == 8 else torch.int16 if lower is None else torch.int32
-    wanted = (batch, heads, blocks * block_tokens)
-    fits = out.dim() == 4 and out.shape[:2] == wanted[:2] and out.shape[2] >= wanted[2]
-    if out.dtype != dtype or not fits or not out.is_contiguous():
+    if tail.dtype != dtype or tail.dim() != 4 or tail.shape[:2] != (batch, heads):
         raise ValueError(
-            f"out: expected contiguous {dtype} [{batch}, {heads}, >= {wanted[2]}, head_dim], "
-            f"got {out.dtype} {tuple(out.shape)} with strides {out.stride()}"
+            f"tail: expected {dtype} [{batch}, {heads}, tokens, head_dim], got {tail.dtype} "
+            f"{tuple(tail.shape)}"
         )
-    if blocks == 0 or out.numel() == 0:
-        return
-    if out.shape[-1] % 2:
-        wide = out.new_empty((*wanted, out.shape[-1] + 1))
-        lower = None if lower is None else torch.nn.functional.pad(lower, (0, 1))
-        exponent_unpack(packed, layout, wide, block_tokens, backend, lower)
-        out[:, :, : wanted[2]] = wide[..., :-1]
-    elif layout.word_bits == 16:
-        inputs = fused_inputs(packed, layout, out, block_tokens, lower)
-        if use_compiled(backend, out.device, out.numel()):
-            compiled_or_eager(unpack_pairs, *inputs)
-        else:
-            unpack_pairs(*inputs)
-        apply_patches(packed, out, block_tokens)
+    if blocks == 0:
+        return tail.clone(memory_format=torch.contiguous_format)
+    if tail.shape[-1] % 2:
+        pad = torch.nn.functional.pad
+        lower = None if lower is None else pad(lower, (0, 1))
+        wide = exponent_unpack(packed, layout, pad(tail, (0, 1)), backend, lower)
+        return wide[..., :-1].contiguous()
+    tokens = packed.planes["bits"].shape[3] * WORD_TOKENS
+    if layout.word_bits == 16:
+        out = _unpack_fused(packed, layout, tail, backend, lower)
+        apply_patches(packed, out, tokens)
+        return out
+    out = tail.new_empty((batch, heads, blocks * tokens + tail.shape[2], tail.shape[3]))
+    exponent_unpack_reference(packed, layout, block_view(out, blocks, tokens))
+    out[:, :, blocks * tokens :] = tail
+    return out
+
+
+def _unpack_fused(
+    packed: PackedBlocks,
+    layout: ExponentLayout,
+    tail: torch.Tensor,
+    backend: str,
+    lower: torch.Tensor | None,
+) -> torch.Tensor:
+    inputs = fused_inputs(packed, layout, tail, lower)
+    if use_compiled(backend, tail.device, inputs.low.numel() * 4):
+        words = compiled_or_eager(unpack_pairs, *inputs)
     else:
-        exponent_unpack_reference(packed, layout, block_view(out, blocks, block_tokens))
+        words = unpack_pairs(*inputs)
+    return words.view(tail.dtype).view(*tail.shape[:2], -1, tail.shape[3])
 
 
 def block_view(out: torch.Tensor, blocks: int, block_tokens: int) -> torch.Tensor:

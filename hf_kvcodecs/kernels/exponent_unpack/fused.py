@@ -27,7 +27,7 @@ class FusedInputs(NamedTuple):
         bits: int32 ``[blocks, rows, T/16, planes, D/2]``.
         optional: int32 ``[blocks, rows, T/16, D/2]``, code bit 3.
         lower: None, or int32 ``[blocks, rows, T/16, 16, D/2]``: the lower halves of float32.
-        out: ``[blocks, rows, T/16, 16, D/2]``, any strides: int32, or int64 with ``lower``.
+        tail: ``[rows, tail_tokens, D/2]``: int32, or int64 with ``lower``.
     """
 
     base: torch.Tensor
@@ -35,41 +35,37 @@ class FusedInputs(NamedTuple):
     bits: torch.Tensor
     optional: torch.Tensor
     lower: torch.Tensor | None
-    out: torch.Tensor
+    tail: torch.Tensor
     mantissa_bits: int
     exponent_bits: int
 
 
 def fused_inputs(
-    packed: PackedBlocks,
-    layout: ExponentLayout,
-    out: torch.Tensor,
-    block_tokens: int,
-    lower: torch.Tensor | None = None,
+    packed: PackedBlocks, layout: ExponentLayout, tail: torch.Tensor, lower: torch.Tensor | None
 ) -> FusedInputs:
     """Views of the packed arrays as 32-bit lanes; see ``exponent_unpack`` for the arguments."""
-    blocks, groups = packed.lead_shape[0], block_tokens // WORD_TOKENS
 
     def pairs(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.contiguous().view(torch.int32).flatten(1, 2)
 
-    rows = out.view(torch.int32 if lower is None else torch.int64).flatten(0, 1)
+    wide = torch.int32 if lower is None else torch.int64
     inputs = FusedInputs(
         base=pairs((packed.planes["base"].to(torch.int16) - (2**layout.window_bits - 1)) & 0xFF),
         low=pairs(packed.planes["low"]),
         bits=pairs(packed.planes["bits"]),
         optional=pairs(expand_escapes(packed, layout)[..., 0]),
-        lower=None if lower is None else pairs(lower).unflatten(2, (groups, WORD_TOKENS)),
-        out=rows[:, : blocks * block_tokens]
-        .unflatten(1, (blocks, groups, WORD_TOKENS))
-        .transpose(0, 1),
+        lower=None if lower is None else pairs(lower).unflatten(2, (-1, WORD_TOKENS)),
+        tail=tail.contiguous().view(wide).flatten(0, 1),
         mantissa_bits=layout.mantissa_bits,
         exponent_bits=layout.exponent_bits,
     )
-    for tensor in inputs:  # block count and rows vary in one compiled function
+    for tensor in inputs[:5]:  # block count and rows vary in one compiled function
         if isinstance(tensor, torch.Tensor):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
             torch._dynamo.maybe_mark_dynamic(tensor, 1)
+    torch._dynamo.maybe_mark_dynamic(inputs.tail, 0)
+    if inputs.tail.shape[1]:  # unbacked: a tail of one token needs no variant of its own
+        torch._dynamo.decorators.mark_unbacked(inputs.tail, 1)
     return inputs
 
 
@@ -79,14 +75,19 @@ def unpack_pairs(
     bits: torch.Tensor,
     optional: torch.Tensor,
     lower: torch.Tensor | None,
-    out: torch.Tensor,
+    tail: torch.Tensor,
     mantissa_bits: int,
     exponent_bits: int,
-) -> None:
-    """Decodes into ``out``; the arguments are those of :class:`FusedInputs`."""
+) -> torch.Tensor:
+    """All tokens, the tail's last: ``[rows, blocks * T + tail_tokens, D/2]`` in the tail's dtype.
+
+    The arguments are those of :class:`FusedInputs`. The tail goes through here so that the compiled
+    function writes straight into the one result: given a strided output, Inductor would compute
+    into a second buffer as large and copy it.
+    """
     code_shift = mantissa_bits  # the three low code bits sit above the mantissa
-    token = torch.arange(WORD_TOKENS, dtype=torch.int32, device=out.device).unsqueeze(-1)
-    byte = torch.arange(0, 16, 8, dtype=torch.int32, device=out.device).unsqueeze(-1)
+    token = torch.arange(WORD_TOKENS, dtype=torch.int32, device=low.device).unsqueeze(-1)
+    byte = torch.arange(0, 16, 8, dtype=torch.int32, device=low.device).unsqueeze(-1)
     fixed = (low.unflatten(2, (-1, 8)).unsqueeze(-2) >> byte) & (0xFF * BOTH)
     fixed = fixed.flatten(3, 4)  # [blocks, rows, T/16, 16, D/2]
     for plane in range(bits.shape[3]):
@@ -98,7 +99,9 @@ def unpack_pairs(
     sign = (fixed >> (code_shift + 3)) & BOTH
     mantissa = fixed & ((2**mantissa_bits - 1) * BOTH)
     words = (sign << 15) | (exponent << mantissa_bits) | mantissa
-    out.copy_(words if lower is None else _join_halves(words, lower))
+    if lower is not None:
+        words = _join_halves(words, lower)
+    return torch.cat([words.transpose(0, 1).flatten(1, 3), tail], dim=1)
 
 
 def _join_halves(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
