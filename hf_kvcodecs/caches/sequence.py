@@ -22,7 +22,7 @@ class Segment:
 
     @property
     def blocks(self) -> int:
-        return self.packed.lead_shape[0]
+        return self.packed.lead_shape[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class PackedSequence:
         blocks = self.tail.shape[2] // size
         if blocks == 0:
             return self
-        words = self.tail[:, :, : blocks * size].unflatten(2, (blocks, size)).permute(2, 0, 1, 3, 4)
+        words = self.tail[:, :, : blocks * size].unflatten(2, (blocks, size))
         tail = self.tail[
             :, :, blocks * size :
         ].clone()  # a copy, so that the sealed tokens' memory is freed
@@ -111,11 +111,10 @@ class PackedSequence:
         if rest:
             opened = replace(self, segments=self._blocks(keep, keep + 1), tail=tail)
             tail = opened._dense_words()[:, :, :rest].clone()
-        segments = tuple(_copied(segment) for segment in self._blocks(0, keep))
-        return replace(self, segments=segments, tail=tail)
+        return replace(self, segments=self._blocks(0, keep), tail=tail)
 
     def _blocks(self, start: int, stop: int) -> tuple[Segment, ...]:
-        """Blocks ``start .. stop - 1`` as segments that share this sequence's memory."""
+        """Blocks ``start .. stop - 1`` as segments with memory of their own."""
 
         def parts() -> Iterator[Segment]:
             first = 0
@@ -130,7 +129,7 @@ class PackedSequence:
     def select_batch(self, index: torch.Tensor) -> PackedSequence:
         """Rows ``index`` (int64) of the batch, in that order, repeats allowed. No block is
         decoded."""
-        segments = tuple(replace(s, packed=s.packed.select(1, index)) for s in self.segments)
+        segments = tuple(replace(s, packed=s.packed.select(0, index)) for s in self.segments)
         return replace(
             self, segments=segments, tail=self.tail.index_select(0, index.to(self.tail.device))
         )
@@ -151,10 +150,10 @@ def _cast(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _encode(codec: TensorCodec, words: torch.Tensor) -> Iterator[Segment]:
-    """``words`` ``[blocks, ...]`` as segments; blocks that would grow when packed stay raw."""
+    """``words`` ``[batch, kv_heads, blocks, ...]`` as segments; blocks that would grow stay raw."""
     packed = codec.encode(words)
     raw_codec = RawCodec(dtype=codec.dtype, block_tokens=codec.block_tokens)
-    raw = (packed.block_nbytes >= words[0].nbytes).tolist()
+    raw = (packed.block_nbytes >= words[:, :, 0].nbytes).tolist()
     if not any(raw) or isinstance(codec, RawCodec):
         yield Segment(codec=codec, packed=packed)
         return
@@ -162,9 +161,9 @@ def _encode(codec: TensorCodec, words: torch.Tensor) -> Iterator[Segment]:
     for stop in range(1, len(raw) + 1):
         if stop == len(raw) or raw[stop] != raw[start]:
             if raw[start]:
-                yield Segment(codec=raw_codec, packed=raw_codec.encode(words[start:stop]))
+                yield Segment(codec=raw_codec, packed=raw_codec.encode(words[:, :, start:stop]))
             else:
-                yield _copied(Segment(codec=codec, packed=packed.slice_blocks(start, stop)))
+                yield Segment(codec=codec, packed=packed.slice_blocks(start, stop))
             start = stop
 
 
@@ -179,9 +178,3 @@ def _joined(segments: list[Segment]) -> tuple[Segment, ...]:
     return tuple(
         replace(group[0], packed=PackedBlocks.cat([s.packed for s in group])) for group in groups
     )
-
-
-def _copied(segment: Segment) -> Segment:
-    """The same blocks in memory of their own, so that the memory they were cut from can be
-    freed."""
-    return replace(segment, packed=segment.packed.map(torch.clone))

@@ -58,7 +58,7 @@ class TensorCodec(ABC):
 
     @abstractmethod
     def encode(self, words: torch.Tensor) -> PackedBlocks:
-        """Packs ``words`` ``[blocks, batch, kv_heads, block_tokens, head_dim]`` of ``word_dtype``,
+        """Packs ``words`` ``[batch, kv_heads, blocks, block_tokens, head_dim]`` of ``word_dtype``,
         any strides.
 
         The result shares no memory with ``words``.

@@ -14,7 +14,7 @@ from .words import WORD_DTYPES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawCodec(TensorCodec):
-    """Format (version 1): one plane ``raw`` of words ``[blocks, batch, kv_heads, block_tokens,
+    """Format (version 1): one plane ``raw`` of words ``[batch, kv_heads, blocks, block_tokens,
     head_dim]``.
 
     Args:
@@ -38,8 +38,7 @@ class RawCodec(TensorCodec):
         return PackedBlocks(planes={"raw": words.clone(memory_format=torch.contiguous_format)})
 
     def decode(self, packed: PackedBlocks, tail: torch.Tensor) -> torch.Tensor:
-        blocks = packed.planes["raw"].permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return torch.cat([blocks, tail], dim=2)
+        return torch.cat([packed.planes["raw"].flatten(2, 3), tail], dim=2)
 
     def check(self, packed: PackedBlocks, head_dim: int) -> None:
         packed.check({"raw": ((self.block_tokens, head_dim), self.word_dtype)}, {})

@@ -234,7 +234,7 @@ def test_a_block_is_packed_once(monkeypatch):
     encode = ExponentCodec.encode
 
     def counting(self, words):
-        encoded.append(words.shape[0])
+        encoded.append(words.shape[2])
         return encode(self, words)
 
     monkeypatch.setattr(ExponentCodec, "encode", counting)

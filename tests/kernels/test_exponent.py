@@ -24,7 +24,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def test_fused_equals_reference(name, backend, head_dim):
     layout = EXPONENT_LAYOUTS[name]
     for blocks, batch, heads in ((1, 1, 1), (3, 2, 2), (5, 1, 3)):
-        values = torch.randn(blocks, batch, heads, 32, head_dim) * torch.exp2(
+        values = torch.randn(batch, heads, blocks, 32, head_dim) * torch.exp2(
             torch.randn(head_dim) * 3
         )
         values[torch.rand(values.shape) < 0.01] = 0.0
@@ -38,10 +38,12 @@ def test_fused_equals_reference(name, backend, head_dim):
 
 
 def test_packing_in_chunks_equals_packing_at_once(monkeypatch):
-    words = to_words(torch.randn(7, 1, 2, 32, 8).bfloat16())
+    words = to_words(torch.randn(2, 3, 7, 32, 8).bfloat16())
     layout = EXPONENT_LAYOUTS["bf16"]
     whole = exponent_pack(words, layout)
-    monkeypatch.setattr("hf_kvcodecs.kernels.exponent_pack.CHUNK_ELEMENTS", words[0].numel() * 2)
+    monkeypatch.setattr(
+        "hf_kvcodecs.kernels.exponent_pack.CHUNK_ELEMENTS", words[:, :, 0].numel() * 2
+    )
     pieces = exponent_pack(words, layout)
     for group in ("planes", "pools", "counts"):
         for name, tensor in getattr(whole, group).items():
@@ -67,7 +69,7 @@ def test_a_machine_without_a_compiler_falls_back_and_says_so_once(monkeypatch, c
     monkeypatch.setattr(dispatch, "_compile_works", True)
     monkeypatch.setattr(dispatch, "_noticed", set())
     layout = EXPONENT_LAYOUTS["bf16"]
-    words = to_words(torch.randn(2, 1, 1, 32, 8).bfloat16())
+    words = to_words(torch.randn(1, 1, 2, 32, 8).bfloat16())
     tail = torch.zeros(1, 1, 2, 8, dtype=torch.int16)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):

@@ -46,11 +46,12 @@ def exponent_pack_reference(words: torch.Tensor, layout: ExponentLayout) -> Pack
     pools, counts = {"escapes": escapes}, {"escapes": escape_counts}
     pool_counts = {"escapes": "escapes"}
     if misfit is not None:
-        flat = misfit.flatten(-2)  # [blocks, batch, kv_heads, T * D]
+        flat = misfit.flatten(-2)  # [batch, kv_heads, blocks, T * D]
         pools["patch_index"] = flat.nonzero()[:, -1].to(torch.int32)
         pools["patch_bits"] = words.contiguous().flatten(-2)[flat]
         counts["patches"] = flat.sum(-1, dtype=torch.int32)
         pool_counts |= {"patch_index": "patches", "patch_bits": "patches"}
+    planes = {name: plane.contiguous() for name, plane in planes.items()}  # whatever words' strides
     return PackedBlocks(planes=planes, pools=pools, counts=counts, pool_counts=pool_counts)
 
 

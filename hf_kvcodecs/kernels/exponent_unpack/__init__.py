@@ -27,7 +27,7 @@ def exponent_unpack(
         tail: ``[batch, kv_heads, tail_tokens, head_dim]``, int16 (uint8 for fp8, int32 with
             ``lower``), any strides, on the device of ``packed``.
         backend: "auto" | "torch" | "compile", see :mod:`hf_kvcodecs.kernels.dispatch`.
-        lower: int16 ``[blocks, batch, kv_heads, block_tokens, head_dim]``, for 16-bit formats: the
+        lower: int16 ``[batch, kv_heads, blocks, block_tokens, head_dim]``, for 16-bit formats: the
             lower halves of 32-bit words whose upper halves are packed.
 
     Returns:
@@ -37,15 +37,16 @@ def exponent_unpack(
     Raises:
         ValueError: ``tail`` has another dtype or shape.
     """
-    blocks, batch, heads = packed.lead_shape
+    batch, heads, blocks = packed.lead_shape
     dtype = torch.uint8 if layout.word_bits == 8 else torch.int16 if lower is None else torch.int32
     if tail.dtype != dtype or tail.dim() != 4 or tail.shape[:2] != (batch, heads):
         raise ValueError(
             f"tail: expected {dtype} [{batch}, {heads}, tokens, head_dim], got {tail.dtype} "
             f"{tuple(tail.shape)}"
         )
-    if blocks == 0:
-        return tail.clone(memory_format=torch.contiguous_format)
+    if 0 in packed.lead_shape:
+        tokens = blocks * packed.planes["bits"].shape[3] * WORD_TOKENS
+        return torch.cat([tail.new_empty((batch, heads, tokens, tail.shape[3])), tail], dim=2)
     if tail.shape[-1] % 2:
         pad = torch.nn.functional.pad
         lower = None if lower is None else pad(lower, (0, 1))
@@ -78,24 +79,22 @@ def _unpack_fused(
 
 
 def block_view(out: torch.Tensor, blocks: int, block_tokens: int) -> torch.Tensor:
-    """``out`` ``[batch, kv_heads, tokens, D]`` seen as ``[blocks, batch, kv_heads, block_tokens,
-    D]``."""
-    split: torch.Tensor = out[:, :, : blocks * block_tokens].unflatten(2, (blocks, block_tokens))
-    return split.permute(2, 0, 1, 3, 4)
+    """``out`` ``[batch, heads, tokens, D]`` as ``[batch, heads, blocks, block_tokens, D]``."""
+    view: torch.Tensor = out[:, :, : blocks * block_tokens].unflatten(2, (blocks, block_tokens))
+    return view
 
 
 def apply_patches(packed: PackedBlocks, out: torch.Tensor, block_tokens: int) -> None:
     """Writes the misfits' own bits over what the code says."""
     if "patch_index" not in packed.pools or packed.pools["patch_index"].numel() == 0:
         return
-    blocks, batch, heads = packed.lead_shape
-    _, _, tokens, channels = out.shape
-    record = torch.arange(blocks * batch * heads, device=out.device).view(blocks, batch * heads)
-    # Where each record begins in `out`, flattened: row (batch, head), then its block.
-    start = (record % (batch * heads)) * (tokens * channels)
-    start += torch.arange(blocks, device=out.device).unsqueeze(1) * (block_tokens * channels)
+    batch, heads, blocks = packed.lead_shape
+    row_words, block_words = out.shape[2] * out.shape[3], block_tokens * out.shape[3]
+    rows = torch.arange(0, batch * heads * row_words, row_words, device=out.device)
+    within = torch.arange(0, blocks * block_words, block_words, device=out.device)
+    start = (rows.unsqueeze(1) + within).flatten()  # where each record begins in `out`, flattened
     index = packed.pools["patch_index"] + torch.repeat_interleave(
-        start.flatten(), packed.counts["patches"].flatten()
+        start, packed.counts["patches"].flatten()
     )
     bits = packed.pools["patch_bits"]
     if out.dtype == torch.int32:  # upper halves: what is below stays

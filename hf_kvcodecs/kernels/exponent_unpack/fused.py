@@ -22,11 +22,11 @@ class FusedInputs(NamedTuple):
     """The arguments of :func:`unpack_pairs`: rows are ``batch * kv_heads``, channels go in pairs.
 
     Attributes:
-        base: int32 ``[blocks, rows, D/2]``, base minus 15 modulo 256 in each half.
-        low: int32 ``[blocks, rows, T/2, D/2]``.
-        bits: int32 ``[blocks, rows, T/16, planes, D/2]``.
-        optional: int32 ``[blocks, rows, T/16, D/2]``, code bit 3.
-        lower: None, or int32 ``[blocks, rows, T/16, 16, D/2]``: the lower halves of float32.
+        base: int32 ``[rows, blocks, D/2]``, base minus 15 modulo 256 in each half.
+        low: int32 ``[rows, blocks, T/2, D/2]``.
+        bits: int32 ``[rows, blocks, T/16, planes, D/2]``.
+        optional: int32 ``[rows, blocks, T/16, D/2]``, code bit 3.
+        lower: None, or int32 ``[rows, blocks, T/16, 16, D/2]``: the lower halves of float32.
         tail: ``[rows, tail_tokens, D/2]``: int32, or int64 with ``lower``.
     """
 
@@ -46,7 +46,7 @@ def fused_inputs(
     """Views of the packed arrays as 32-bit lanes; see ``exponent_unpack`` for the arguments."""
 
     def pairs(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().view(torch.int32).flatten(1, 2)
+        return tensor.view(torch.int32).flatten(0, 1)
 
     wide = torch.int32 if lower is None else torch.int64
     inputs = FusedInputs(
@@ -89,7 +89,7 @@ def unpack_pairs(
     token = torch.arange(WORD_TOKENS, dtype=torch.int32, device=low.device).unsqueeze(-1)
     byte = torch.arange(0, 16, 8, dtype=torch.int32, device=low.device).unsqueeze(-1)
     fixed = (low.unflatten(2, (-1, 8)).unsqueeze(-2) >> byte) & (0xFF * BOTH)
-    fixed = fixed.flatten(3, 4)  # [blocks, rows, T/16, 16, D/2]
+    fixed = fixed.flatten(3, 4)  # [rows, blocks, T/16, 16, D/2]
     for plane in range(bits.shape[3]):
         fixed = fixed | (((bits[:, :, :, plane].unsqueeze(-2) >> token) & BOTH) << (8 + plane))
     code = (fixed >> code_shift) & (0b111 * BOTH)
@@ -101,7 +101,7 @@ def unpack_pairs(
     words = (sign << 15) | (exponent << mantissa_bits) | mantissa
     if lower is not None:
         words = _join_halves(words, lower)
-    return torch.cat([words.transpose(0, 1).flatten(1, 3), tail], dim=1)
+    return torch.cat([words.flatten(1, 3), tail], dim=1)
 
 
 def _join_halves(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:

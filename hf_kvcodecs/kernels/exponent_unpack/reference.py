@@ -45,7 +45,7 @@ def spread_bits(words: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def expand_escapes(packed: PackedBlocks, layout: ExponentLayout) -> torch.Tensor:
-    """Optional planes of every unit ``[blocks, batch, kv_heads, T/U, D, planes]``, all ones where
+    """Optional planes of every unit ``[batch, kv_heads, blocks, T/U, D, planes]``, all ones where
     none is stored."""
     tags, channels = packed.planes["tags"], packed.planes["base"].shape[-1]
     table = _tag_table(layout.tag_bits, layout.optional_planes, tags.device)
