@@ -30,6 +30,16 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True)
+def one_thread_for_tiny_models(request):
+    """Threads only cost on tiny tensors, and wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    if "smollm2" not in request.fixturenames:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def tiny_models():
     """Small random Llamas with sharp logits, by dtype."""

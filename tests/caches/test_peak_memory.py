@@ -37,10 +37,13 @@ def test_one_dense_layer_and_its_escapes(dtype, backend):
     for idx in range(layers):
         cache.update(states, states, idx)
 
+    def attend(idx: int) -> None:
+        keys, values = cache.update(states[:, :, :1], states[:, :, :1], idx)
+        torch.nn.functional.scaled_dot_product_attention(states[:, :, :1], keys, values)
+
     def step() -> None:
-        for idx in range(layers):
-            keys, values = cache.update(states[:, :, :1], states[:, :, :1], idx)
-            torch.nn.functional.scaled_dot_product_attention(states[:, :, :1], keys, values)
+        for idx in range(layers):  # keys and values die between the layers, as in a model
+            attend(idx)
 
     step()  # compiles
     dense_layer = 2 * states.nbytes
