@@ -284,7 +284,12 @@ class PackedBlocks:
                 )
         for name, dtype in pools.items():
             pool, counts = self.pools.get(name), self.counts.get(self.pool_counts.get(name, ""))
-            if pool is None or counts is None or pool.dtype != dtype or tuple(counts.shape) != lead:
+            if (
+                pool is None
+                or counts is None
+                or (pool.dtype, pool.dim()) != (dtype, 1)
+                or (counts.dtype, tuple(counts.shape)) != (torch.int32, lead)
+            ):
                 raise CorruptDataError(
                     f"packed pool {name!r} is missing, or its words or counts have another type"
                 )

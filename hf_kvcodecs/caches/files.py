@@ -48,6 +48,14 @@ POOL_COUNTS = {"escapes": "escapes", "patch_index": "patches", "patch_bits": "pa
 
 def save_cache(cache: GAACCache, path: str | os.PathLike[str]) -> None:
     """See :meth:`GAACCache.save`."""
+    target = Path(path)
+    if target.is_dir() or not target.parent.is_dir():
+        raise FileNotFoundError(f"{target}: expected the name of a file in a folder that exists")
+    if not _layers_agree(cache):
+        raise ValueError(
+            "save: the layers of this cache hold different batch sizes or lengths, so no model "
+            "could go on from it. Was it used with a model of another depth?"
+        )
     tensors: dict[str, torch.Tensor] = {}
     layers = [
         _describe_layer(layer, f"layers.{i}", tensors) for i, layer in enumerate(cache.layers)
@@ -64,7 +72,6 @@ def save_cache(cache: GAACCache, path: str | os.PathLike[str]) -> None:
         "description": description,
         "sha256": _digest(description, tensors),
     }
-    target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".partial")
     os.close(handle)
     try:
@@ -83,7 +90,7 @@ def load_cache(
 ) -> GAACCache:
     """See :meth:`GAACCache.load`."""
     description, tensors = _read(Path(path))
-    _check_model(description.get("model"), model_identity(config), path)
+    _check_model(description["model"], model_identity(config), path)
     try:
         cache = cls(config, **description["options"])
         layers = description["layers"]
@@ -105,30 +112,25 @@ def load_cache(
         raise CorruptDataError(
             f"{path}: tensors that nothing describes: {', '.join(sorted(tensors)[:4])}"
         )
-    _check_layers_agree(cache, path)
+    if not _layers_agree(cache):
+        raise CorruptDataError(f"{path}: its layers hold different batch sizes or lengths")
     return cache
 
 
+# The config fields that decide what keys and values are; others differ between releases and uses.
+IDENTITY_FIELDS = (
+    "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim vocab_size layer_types sliding_window max_position_embeddings "
+    "rope_theta rope_scaling rope_parameters"
+)
+
+
 def model_identity(config: PreTrainedConfig | None) -> dict[str, str] | None:
-    """What tells models apart: the last part of the name, and a digest of the config without
-    volatile fields."""
+    """What tells models apart: the last part of the name, and a digest of ``IDENTITY_FIELDS``."""
     if config is None:
         return None
-    fields = config.get_text_config(decoder=True).to_dict()
-    for volatile in (
-        "_name_or_path",
-        "transformers_version",
-        "use_cache",
-        "architectures",
-        "dtype",
-        "torch_dtype",
-    ):
-        fields.pop(volatile, None)
-    fields = {
-        name: value
-        for name, value in fields.items()
-        if not name.startswith("_") and "token_id" not in name
-    }
+    text_config = config.get_text_config(decoder=True)
+    fields = {name: getattr(text_config, name, None) for name in IDENTITY_FIELDS.split()}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
     return {"name": Path(config.name_or_path or "").name, "config_sha256": digest}
 
@@ -293,7 +295,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
                 )
             version = metadata.get("version", "")
             check_version(
-                f"{path}: cache file", int(version) if version.isdecimal() else -1, VERSION
+                f"{path}: cache file",
+                int(version) if version in map(str, range(1000)) else -1,
+                VERSION,
             )
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError) as error:
@@ -309,6 +313,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         described = json.loads(description)
     except json.JSONDecodeError as error:
         raise CorruptDataError(f"{path}: its description is no JSON ({error})") from error
+    wanted = {"options": dict, "model": dict | None, "layers": list}
+    if not isinstance(described, dict) or not all(
+        name in described and isinstance(described[name], kind) for name, kind in wanted.items()
+    ):
+        raise CorruptDataError(f"{path}: its description is not the one that save writes")
     return described, tensors
 
 
@@ -321,13 +330,7 @@ def _digest(description: str, tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _check_layers_agree(cache: GAACCache, path: Any) -> None:
-    seen = {
-        layer.pair.shape(0)[::2]
-        for layer in cache.layers
-        if isinstance(layer, GAACLayer) and layer.sequences
-    }
-    if len(seen) > 1:
-        raise CorruptDataError(
-            f"{path}: layers of different batch sizes or lengths: {sorted(seen)}"
-        )
+def _layers_agree(cache: GAACCache) -> bool:
+    """Whether all packed layers hold the same batch and tokens."""
+    filled = [la for la in cache.layers if isinstance(la, GAACLayer) and la.is_initialized]
+    return len({layer.pair.shape(0)[::2] for layer in filled}) <= 1

@@ -12,10 +12,11 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .compat import attention_arguments, calling_attention
+from .compat import attention_arguments, calling_attention, notice_once
 from .files import load_cache, save_cache
 from .guards import NeedsConfigForOtherLayers, PromptLength, check_first_forward, check_layer_order
-from .layer import GAACLayer, GAACOptions
+from .layer import GAACLayer, GAACOptions, check_states
+from .pair import KVPair
 from .report import MemoryReport, measure
 from .view import dense_of
 
@@ -82,6 +83,7 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         self.config = config
         self._claimed_by_generate = self._first_forward = False
         self._attention: str | None = None
+        self._latest_layer = -1
         super().__init__(config=config)
         new_layer = partial(GAACLayer, self.options)
         if config is None:
@@ -89,6 +91,11 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         self.layers = [
             new_layer() if type(layer) is DynamicLayer else layer for layer in self.layers
         ]
+        if config is not None and not any(isinstance(layer, GAACLayer) for layer in self.layers):
+            notice_once(
+                f"GAACCache packs nothing for {type(config).__name__}: none of its layers is plain "
+                "full attention. It works, and takes as much memory as DynamicCache."
+            )
 
     @classmethod
     def from_cache(
@@ -121,19 +128,22 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
                 can be seen.
         """
         if self._first_forward:
+            self._first_forward = False  # a refusal must leave nothing behind
             check_first_forward(self.get_seq_length(), attention_arguments(args, kwargs))
-            self._first_forward = False
+        if layer_idx >= len(self.layers):
+            check_states(key_states, value_states, None)  # before layers are added
         check_layer_order(self.layers, layer_idx, key_states.shape[-2])
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx == 0 or self._attention is None:
+        if layer_idx <= self._latest_layer or self._attention is None:  # a new forward pass
             self._attention = calling_attention()
+        self._latest_layer = layer_idx
         if self._attention not in LAZY_ATTENTION:
             return dense_of(keys), dense_of(values)
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         length: int = super().get_seq_length(layer_idx)
-        return PromptLength(length) if self._first_forward and length else length
+        return PromptLength(length, self) if self._first_forward and length else length
 
     @property
     def _is_user_defined(self) -> bool:
@@ -154,7 +164,7 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         your own."""
         layer = self.layers[layer_idx]
         if isinstance(layer, GAACLayer) and layer.is_initialized:
-            packed = layer.pair.dense()
+            packed = KVPair(layer.pair.sequences).dense()
             return packed[0].clone(), packed[1].clone()
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None:
@@ -181,6 +191,7 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
     def load(
         cls,
         path: str | os.PathLike[str],
+        *,
         device: str | torch.device | None = None,
         config: PreTrainedConfig | None = None,
     ) -> GAACCache:

@@ -22,9 +22,17 @@ class PromptLength(int):
     refuses.
     """
 
+    cache: Any
+
+    def __new__(cls, length: int, cache: Any) -> PromptLength:
+        self = super().__new__(cls, length)
+        self.cache = cache
+        return self
+
     def __rsub__(self, prompt_length: int) -> int:
         new_tokens = prompt_length - int(self)
         if new_tokens <= 0:
+            self.cache._first_forward = False  # a refusal must leave nothing behind
             raise CacheMisuseError(
                 f"The prompt has {prompt_length} tokens, but this cache already holds {int(self)}: "
                 "nothing new to "
@@ -80,8 +88,8 @@ def check_layer_order(layers: list[Any], layer_idx: int, new_tokens: int) -> Non
                 f"Layer {layer_idx} begins with {new_tokens} token(s) where layer {layer_idx - 1} "
                 f"holds {held}. If "
                 "this is an encoder-decoder model, pass EncoderDecoderCache(GAACCache(), "
-                "DynamicCache()) so that self- "
-                "and cross-attention do not share one cache; take a fresh GAACCache in any case"
+                "DynamicCache()) so that self- and cross-attention do not share one cache. If not, "
+                "another model (with fewer layers) filled this one. Take a fresh GAACCache."
             )
 
 

@@ -35,7 +35,7 @@ class GAACOptions:
             raise ValueError(
                 f"kv_dtype: expected None or one of {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}"
             )
-        if not isinstance(self.pack_from, int) or self.pack_from < 0:
+        if type(self.pack_from) is not int or self.pack_from < 0:
             raise ValueError(
                 f"pack_from: expected a number of tokens of at least 0, got {self.pack_from!r}"
             )
@@ -137,6 +137,7 @@ class GAACLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Drops the newest ``-tokens_to_remove`` tokens; a sealed block that the cut falls into is
         reopened, exactly."""
+        tokens_to_remove = int(tokens_to_remove)  # 5.17 hands a tensor
         if tokens_to_remove > 0:
             raise ValueError(
                 "crop: expected 0 or a negative number of tokens to remove, got "
@@ -150,8 +151,10 @@ class GAACLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps rows ``indices`` (int64 or bool) of the batch, in that order."""
         if self._pair:
+            indices = torch.as_tensor(indices)
             if indices.dtype == torch.bool:
                 indices = indices.nonzero().squeeze(-1)
+            indices = torch.where(indices < 0, indices + self._pair.batch, indices)
             self._pair = self._pair.select_batch(indices)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -189,6 +192,7 @@ class GAACLayer(CacheLayerMixin):
 def tensors_of(pair: KVPair) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values as attention gets them: views once a block is sealed, the dense tail
     before."""
+    pair = KVPair(pair.sequences)  # what a reader decodes must not stay in the layer
     return (KVView(pair, 0), KVView(pair, 1)) if pair.sealed_tokens else pair.dense()
 
 

@@ -107,7 +107,7 @@ class PackedSequence:
             return replace(self, tail=self.tail[:, :, : tokens - sealed].clone())
         size = self.codec.block_tokens
         keep, rest = divmod(tokens, size)
-        tail = self.tail[:, :, :0]
+        tail = self.tail[:, :, :0].clone()
         if rest:
             opened = replace(self, segments=self._blocks(keep, keep + 1), tail=tail)
             tail = opened._dense_words()[:, :, :rest].clone()

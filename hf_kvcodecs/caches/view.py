@@ -48,6 +48,7 @@ class KVView(torch.Tensor):
         view.source, view.part = source, part
         return view
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dense(self) -> torch.Tensor:
         """The exact numbers as an ordinary tensor."""
         return self.source.dense()[self.part]
@@ -59,7 +60,7 @@ class KVView(torch.Tensor):
                 f"{self.source.sealed_tokens} of {self.shape[2]} tokens packed)"
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.dense().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

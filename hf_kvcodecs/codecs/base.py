@@ -35,7 +35,7 @@ class TensorCodec(ABC):
 
     def __post_init__(self) -> None:
         if (
-            not isinstance(self.block_tokens, int)
+            type(self.block_tokens) is not int
             or self.block_tokens < WORD_TOKENS
             or self.block_tokens % WORD_TOKENS
         ):

@@ -51,6 +51,7 @@ def compiled_or_eager(function: Callable[..., torch.Tensor], *args: Any) -> torc
     try:
         return _compile(function)(*args)
     except Exception as error:  # no compiler, no Python headers, ...: Inductor has no common class
+        result = function(*args)  # raises by itself what has nothing to do with compiling
         kind = type(error).__name__
         if kind != "FailOnRecompileLimitHit":  # that one concerns only new shapes
             _compile_works = False
@@ -62,7 +63,7 @@ def compiled_or_eager(function: Callable[..., torch.Tensor], *args: Any) -> torc
                 "several times "
                 "slower; a C++ compiler (g++ or clang) in PATH makes it fast.", kind, reason,
             )  # fmt: skip
-        return function(*args)
+        return result
 
 
 @functools.cache

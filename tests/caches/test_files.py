@@ -167,6 +167,13 @@ CONTRADICTIONS = {
         {"layers.0.0.0.pools.escapes": t["layers.0.0.0.pools.escapes"][1:]}
     ),
     "extra-tensor": lambda d, t: t.update({"layers.9.0.tail": torch.zeros(3)}),
+    "two-axis-pool": lambda d, t: t.update(
+        {"layers.0.0.0.pools.escapes": t["layers.0.0.0.pools.escapes"][None]}
+    ),
+    "bool-counts": lambda d, t: t.update(
+        {"layers.0.0.0.counts.patches": t["layers.0.0.0.counts.patches"].bool()}
+    ),
+    "model-a-string": lambda d, t: d.update(model="x"),
     "no-layers": lambda d, t: d.pop("layers"),
     "layers-a-number": lambda d, t: d.update(layers=3),
     "no-codec": lambda d, t: d["layers"][0]["sequences"][0].pop("codec"),
@@ -191,6 +198,44 @@ def test_contradicting_contents_with_a_fitting_digest(tmp_path, tiny_models, nam
     redigested(path, CONTRADICTIONS[name])
     with pytest.raises(CorruptDataError):
         GAACCache.load(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", "{}", "nonsense"])
+def test_descriptions_that_are_none(tmp_path, tiny_models, text):
+    _, path = saved(tmp_path, tiny_models[torch.bfloat16])
+
+    def replace_description(metadata, tensors):
+        metadata.update(description=text, sha256=_digest(text, tensors))
+
+    rewritten(path, replace_description)
+    with pytest.raises(CorruptDataError, match="description"):
+        GAACCache.load(path)
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    for path in (tmp_path, tmp_path / "no" / "file"):
+        with pytest.raises(FileNotFoundError, match="a folder that exists"):
+            GAACCache().save(path)
+
+
+def test_layers_of_different_lengths_are_not_saved(tmp_path):
+    cache = GAACCache(block_tokens=16)
+    states = torch.randn(1, 2, 20, 8)
+    cache.update(states, states, 0)
+    cache.update(states, states, 1)
+    cache.update(states, states, 0)
+    with pytest.raises(ValueError, match="different batch sizes or lengths"):
+        cache.save(tmp_path / "cache")
+
+
+def test_fields_that_do_not_matter_do_not_refuse(tmp_path):
+    model = tiny_llama()
+    cache = GAACCache(model.config, block_tokens=16)
+    forward(model, prompt(40), cache)
+    cache.save(tmp_path / "cache")
+    model.config.output_hidden_states = True
+    model.config.attention_dropout = 0.1
+    assert GAACCache.load(tmp_path / "cache", config=model.config).get_seq_length() == 40
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, tiny_models, monkeypatch):

@@ -75,6 +75,7 @@ def test_a_prompt_no_longer_than_what_is_held(tiny_models, tokens):
     with pytest.raises(CacheMisuseError, match=r"already holds 59.*reset\(\)"):
         generate(model, prompt(tokens, seed=9), packed)
     assert_same_contents(packed, dynamic)
+    assert 60 - packed.get_seq_length() == 1, "the refusal left its mark"
     packed.reset()
     mine = generate(model, prompt(tokens, seed=9), packed)
     assert torch.equal(mine, generate(model, prompt(tokens, seed=9), DynamicCache()))
@@ -136,3 +137,23 @@ def test_going_on_is_not_mistaken_for_another_prompt(tiny_models):
             )
             forward(model, prompt(1, ids.shape[0]), cache)
         assert torch.equal(*outputs)
+
+
+def test_a_refused_first_update_adds_no_layers():
+    cache = GAACCache()
+    with pytest.raises(CacheMisuseError, match="expected"):
+        cache.update(torch.randn(1, 2, 3), torch.randn(1, 2, 3), 3)
+    assert len(cache.layers) == 0
+
+
+def test_a_model_without_full_attention_says_that_nothing_is_packed(monkeypatch):
+    from transformers import MistralConfig
+
+    from hf_kvcodecs.caches import gaac
+
+    said = []
+    monkeypatch.setattr(gaac, "notice_once", said.append)
+    GAACCache(MistralConfig(num_hidden_layers=2, sliding_window=8))
+    GAACCache(MistralConfig(num_hidden_layers=2, sliding_window=None))
+    assert len(said) == 1
+    assert "packs nothing for MistralConfig" in said[0]

@@ -83,6 +83,15 @@ def test_crop_anywhere_then_go_on(remove):
     assert_layers_equal(packed, dynamic)
 
 
+@pytest.mark.compat
+def test_crop_by_a_tensor():
+    """transformers 5.17 counts the tokens to remove in a tensor."""
+    packed, dynamic = two_layers(61)
+    packed.crop(torch.tensor(-20))
+    dynamic.crop(-20)
+    assert_layers_equal(packed, dynamic)
+
+
 def test_crop_of_an_empty_layer_and_of_a_positive_number():
     layer = GAACLayer()
     layer.crop(-3)
@@ -112,6 +121,7 @@ BATCH_OPERATIONS = {
     "select": lambda layer: layer.batch_select_indices(torch.tensor([1])),
     "select-mask": lambda layer: layer.batch_select_indices(torch.tensor([False, True])),
     "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 1])),
+    "negative": lambda layer: layer.batch_select_indices(torch.tensor([-1, 0])),
     "swap": lambda layer: layer.reorder_cache(torch.tensor([1, 0])),
 }
 
@@ -283,6 +293,25 @@ def test_iteration_yields_dense_layers(tiny_models):
     for mine, theirs in zip(packed, dynamic, strict=True):
         assert_same_bits(mine[0], theirs[0])
         assert_same_bits(mine[1], theirs[1])
+
+
+def test_crop_to_a_block_boundary_frees_the_tail():
+    packed, _ = two_layers(61)
+    packed.crop(-29)
+    for sequence in packed.sequences:
+        assert sequence.tail.untyped_storage().nbytes() == sequence.tail.nbytes == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"pack_from": 1000}, {"kv_dtype": "fp8_e5m2"}], ids=str)
+def test_reading_leaves_no_dense_copy_behind(tiny_models, options):
+    model = tiny_models[torch.bfloat16]
+    packed, _ = filled_pair(model, prompt(50), block_tokens=16, **options)
+    packed.dense(0)
+    assert packed.layers[1].keys.sum().isfinite()
+    assert len(list(packed)) == 3
+    GAACCache.from_cache(packed)
+    forward(model, prompt(1), packed)
+    assert all(layer.pair._dense is None for layer in packed.layers)
 
 
 def test_offload_and_prefetch_keep_the_contents():
