@@ -1,7 +1,7 @@
 """How small does real KV get, without losing a bit?
 
     python benchmarks/compression.py                # 2,048 tokens of each text, then a whole cache
-    python benchmarks/compression.py --tokens 512 --cache-tokens 0 --out /tmp/small.jsonl
+    python benchmarks/compression.py --tokens 512 --cache-tokens 0 --out small.jsonl
 
 A model reads code, prose and chat; keys and values of every layer are encoded by each codec,
 decoded again, and compared as integers. If one bit differs, no figure is printed. Then a whole

@@ -2,7 +2,7 @@
 
     python benchmarks/decode_cpu.py                              # time, every context and dtype
     python benchmarks/decode_cpu.py --memory                     # peak bytes, the longest context
-    python benchmarks/decode_cpu.py --contexts 512 --dtype bf16 --out /tmp/small.jsonl
+    python benchmarks/decode_cpu.py --contexts 512 --dtype bf16 --out small.jsonl
 
 Both caches hold the same real prefill of code, compared bit by bit, and take turns step by step
 (A B A B) in one process; a step's token is removed again, so that the length stays and no block is
