@@ -141,8 +141,7 @@ class GAACLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(
                 "crop: expected 0 or a negative number of tokens to remove, got "
-                f"{tokens_to_remove}; absolute lengths "
-                "are gone from transformers"
+                f"{tokens_to_remove}; absolute lengths are gone from transformers"
             )
         if tokens_to_remove and self._pair:
             tokens = max(self._pair.tokens + tokens_to_remove, 0)

@@ -82,9 +82,8 @@ class PackedSequence:
         if blocks == 0:
             return self
         words = self.tail[:, :, : blocks * size].unflatten(2, (blocks, size))
-        tail = self.tail[
-            :, :, blocks * size :
-        ].clone()  # a copy, so that the sealed tokens' memory is freed
+        # A copy, so that the sealed tokens' memory is freed.
+        tail = self.tail[:, :, blocks * size :].clone()
         segments = _joined([*self.segments, *_encode(self.codec, words)])
         return replace(self, segments=segments, tail=tail)
 

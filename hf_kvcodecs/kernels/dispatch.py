@@ -37,9 +37,7 @@ def use_compiled(backend: str, device: torch.device, elements: int) -> bool:
     """
     if backend == "torch" or not _compile_works or torch.compiler.is_compiling():
         return False
-    if backend == "compile":
-        return True
-    return device.type == "cpu" and elements >= COMPILE_FROM_ELEMENTS
+    return device.type == "cpu" and (backend == "compile" or elements >= COMPILE_FROM_ELEMENTS)
 
 
 def compiled_or_eager(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
@@ -60,9 +58,10 @@ def compiled_or_eager(function: Callable[..., torch.Tensor], *args: Any) -> torc
             reason = (str(error).strip().splitlines() or [""])[0][:200]
             logger.warning(
                 "Fused CPU unpacking could not be compiled (%s: %s). Plain torch does the same, "
-                "several times "
-                "slower; a C++ compiler (g++ or clang) in PATH makes it fast.", kind, reason,
-            )  # fmt: skip
+                "several times slower; a C++ compiler (g++ or clang) in PATH makes it fast.",
+                kind,
+                reason,
+            )
         return result
 
 
@@ -77,7 +76,6 @@ def _compile(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     options: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 100}
     limit: dict[str, Any] = {}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        limit["recompile_limit"] = (
-            256  # one variant per head_dim and dtype; Dynamo's own 8 is soon used up
-        )
+        # One variant per head_dim and dtype: Dynamo's own 8 is soon used up.
+        limit["recompile_limit"] = 256
     return torch.compile(function, fullgraph=True, options=options, **limit)

@@ -57,6 +57,8 @@ def test_auto_compiles_only_large_work_on_a_cpu():
     assert not dispatch.use_compiled("auto", cpu, dispatch.COMPILE_FROM_ELEMENTS - 1)
     assert not dispatch.use_compiled("auto", cuda, 1 << 30)
     assert not dispatch.use_compiled("torch", cpu, 1 << 30)
+    assert dispatch.use_compiled("compile", cpu, 1)
+    assert not dispatch.use_compiled("compile", cuda, 1 << 30)
     with pytest.raises(ValueError, match="backend: expected one of"):
         dispatch.check_backend("triton2")
 
