@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -79,3 +81,29 @@ def _compile(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         # One variant per head_dim and dtype: Dynamo's own 8 is soon used up.
         limit["recompile_limit"] = 256
     return torch.compile(function, fullgraph=True, options=options, **limit)
+
+
+def triton_missing(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on ``device``, or None if they can. On CPUs they run in
+    Triton's interpreter only (``TRITON_INTERPRET=1``), for tests."""
+    if importlib.util.find_spec("triton") is None:
+        return "anything here: Triton is not installed (pip install triton)"
+    if device.type == "cuda" or (device.type == "cpu" and interpreted()):
+        return None
+    return f"tensors on {device}: Triton kernels run on CUDA and ROCm devices"
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Which variant of a kernel ``device`` takes: inline PTX on NVIDIA GPUs; in the interpreter,
+    whose bf16 products are wrong, fp32 ones."""
+    return {"PTX": device.type == "cuda" and not torch.version.hip, "UPCAST": interpreted()}
+
+
+def on_device(device: torch.device) -> torch.cuda.device:
+    """A context in which kernels are launched on ``device``; none needed on CPUs."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)

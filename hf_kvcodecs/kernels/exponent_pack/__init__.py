@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from ...errors import UnsupportedLayoutError
 from ...layouts import WORD_TOKENS, ExponentLayout, PackedBlocks
+from ..dispatch import on_device, triton_missing
+from ..register_blocks import BLOCK_TOKENS, RegisterBlocks
 from .reference import exponent_pack_reference
 
 CHUNK_ELEMENTS = (
     1 << 19
 )  # temporaries take about 40 bytes an element: 20 MB at a time, which also stays near the caches
 
-__all__ = ["exponent_pack"]
+__all__ = ["exponent_pack", "register_pack"]
 
 
 def exponent_pack(words: torch.Tensor, layout: ExponentLayout) -> PackedBlocks:
@@ -44,3 +47,55 @@ def exponent_pack(words: torch.Tensor, layout: ExponentLayout) -> PackedBlocks:
     return PackedBlocks.cat(
         [exponent_pack_reference(words[:, :, i : i + step], layout) for i in range(0, blocks, step)]
     )
+
+
+def register_pack(keys: torch.Tensor, values: torch.Tensor, blocks: RegisterBlocks) -> None:
+    """Seals full blocks behind those that ``blocks`` holds, on the GPU, without waiting for it.
+
+    Args:
+        keys, values: bf16 ``[batch, kv_heads, tokens, head_dim]``, ``tokens`` a multiple of 128, any
+            strides with head_dim contiguous. Not changed.
+        blocks: written in place; see :mod:`hf_kvcodecs.kernels.register_blocks`. What finds no room
+            is counted there: :meth:`RegisterBlocks.check` raises then.
+
+    Raises:
+        UnsupportedLayoutError: no Triton, or no GPU that it runs on.
+        ValueError: other shapes or dtypes, or more blocks than ``blocks.table`` has places for.
+    """
+    missing = triton_missing(keys.device)
+    if missing:
+        raise UnsupportedLayoutError(f"register_pack cannot take {missing}.")
+    batch, kv_heads, capacity = blocks.table.shape
+    expected = (batch, kv_heads, keys.shape[2], blocks.head_dim)
+    for name, states in (("keys", keys), ("values", values)):
+        if states.dtype != torch.bfloat16 or tuple(states.shape) != expected:
+            raise ValueError(
+                f"{name}: expected bfloat16 {expected}, got {states.dtype} {tuple(states.shape)}"
+            )
+        if states.device != blocks.table.device:
+            raise ValueError(f"{name}: on {states.device}, the blocks on {blocks.table.device}")
+    count, rest = divmod(keys.shape[2], BLOCK_TOKENS)
+    if rest or blocks.blocks + count > capacity:
+        raise ValueError(
+            f"keys: {keys.shape[2]} tokens; expected a multiple of {BLOCK_TOKENS}, and no more than "
+            f"{capacity - blocks.blocks} blocks, which is the room left"
+        )
+    if count == 0:
+        return
+    from .kernel import _pack_kernel
+
+    bases = torch.empty(
+        (batch * kv_heads * count, blocks.head_dim), dtype=torch.uint8, device=keys.device
+    )
+    keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
+    with on_device(keys.device):
+        _pack_kernel[(batch * kv_heads, count)](
+            keys.view(torch.int16), values.view(torch.int16), blocks.words, blocks.pool, blocks.raw,
+            blocks.table, blocks.raw_list, blocks.raw_count, blocks.cursors, bases, blocks.blocks,
+            capacity, blocks.pool.numel() // 2, blocks.raw.shape[0],
+            *keys.stride()[:3], *values.stride()[:3],
+            KV_HEADS=kv_heads, HEAD_DIM=blocks.head_dim,
+            D=max(1 << (blocks.head_dim - 1).bit_length(), 64), SLOT=blocks.words.shape[1],
+            PACKED=blocks.packable, num_warps=4,
+        )  # fmt: skip
+    blocks.blocks += count

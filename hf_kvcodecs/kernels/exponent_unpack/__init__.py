@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from ...errors import UnsupportedLayoutError
 from ...layouts import WORD_TOKENS, ExponentLayout, PackedBlocks
-from ..dispatch import compiled_or_eager, use_compiled
+from ..dispatch import compiled_or_eager, launch_options, on_device, triton_missing, use_compiled
+from ..register_blocks import BLOCK_TOKENS, RegisterBlocks
 from .fused import fused_inputs, unpack_pairs
 from .reference import exponent_unpack_reference
 
-__all__ = ["exponent_unpack"]
+__all__ = ["exponent_unpack", "register_unpack"]
 
 
 def exponent_unpack(
@@ -100,3 +102,43 @@ def apply_patches(packed: PackedBlocks, out: torch.Tensor, block_tokens: int) ->
     if out.dtype == torch.int32:  # upper halves: what is below stays
         bits = (bits.to(torch.int32) << 16) | (out.view(-1)[index] & 0xFFFF)
     out.view(-1)[index] = bits
+
+
+def register_unpack(
+    blocks: RegisterBlocks, start: int = 0, stop: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The very keys and values that were sealed, bit for bit, without waiting for the GPU.
+
+    Args:
+        blocks: sealed by :func:`hf_kvcodecs.kernels.exponent_pack.register_pack`.
+        start, stop: the range of blocks; all if left out.
+
+    Returns:
+        keys and values, bf16 ``[batch, kv_heads, (stop - start) * 128, head_dim]``, contiguous.
+
+    Raises:
+        UnsupportedLayoutError: no Triton, or no GPU that it runs on.
+        ValueError: a range that is not sealed.
+    """
+    device = blocks.table.device
+    missing = triton_missing(device)
+    if missing:
+        raise UnsupportedLayoutError(f"register_unpack cannot take {missing}.")
+    stop = blocks.blocks if stop is None else stop
+    if not 0 <= start <= stop <= blocks.blocks:
+        raise ValueError(f"blocks {start} to {stop}: expected a range within 0 to {blocks.blocks}")
+    batch, kv_heads, capacity = blocks.table.shape
+    shape = (2, batch, kv_heads, (stop - start) * BLOCK_TOKENS, blocks.head_dim)
+    keys, values = torch.empty(shape, dtype=torch.int16, device=device)
+    if stop > start:
+        from .kernel import _unpack_kernel
+
+        with on_device(device):
+            _unpack_kernel[(batch * kv_heads, stop - start)](
+                blocks.words, blocks.pool, blocks.raw, blocks.table, keys, values, start, capacity,
+                *keys.stride()[:3], *values.stride()[:3],
+                KV_HEADS=kv_heads, HEAD_DIM=blocks.head_dim,
+                D=max(1 << (blocks.head_dim - 1).bit_length(), 64), SLOT=blocks.words.shape[1],
+                PACKED=blocks.packable, PTX=launch_options(device)["PTX"], num_warps=4,
+            )  # fmt: skip
+    return keys.view(torch.bfloat16), values.view(torch.bfloat16)

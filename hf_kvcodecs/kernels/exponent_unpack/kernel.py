@@ -1,0 +1,86 @@
+"""Packed blocks in the ``register`` word order to dense ones, one program per block."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..register_words import (
+    kinds,
+    lane_bases,
+    load_escapes,
+    load_flags,
+    nibble_words,
+    register_keys,
+    register_values,
+)
+
+
+@triton.jit
+def _unpack_kernel(
+    words_ptr, pool_ptr, raw_ptr, table_ptr, key_ptr, value_ptr, first_block, table_blocks,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr,
+    PACKED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    GROUPS: tl.constexpr = D // 64
+    CHUNK: tl.constexpr = 256 * GROUPS
+    META: tl.constexpr = 22 * CHUNK
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    batch = (row // KV_HEADS).to(tl.int64)
+    head = (row % KV_HEADS).to(tl.int64)
+    key = key_ptr + batch * stride_kb + head * stride_kh + block.to(tl.int64) * 128 * stride_kt
+    value = value_ptr + batch * stride_vb + head * stride_vh + block.to(tl.int64) * 128 * stride_vt
+    offs_d = tl.arange(0, D)
+    entry = tl.load(table_ptr + row.to(tl.int64) * table_blocks + first_block + block)
+    if entry < 0:
+        raw = raw_ptr + (-1 - entry).to(tl.int64) * (256 * HEAD_DIM)
+        mask_d = (offs_d < HEAD_DIM)[None, :]
+        for part in range(4):
+            offs_t = (part * 32 + tl.arange(0, 32))[:, None]
+            x = tl.load(raw + offs_t * HEAD_DIM + offs_d[None, :], mask=mask_d, other=0)
+            tl.store(key + offs_t * stride_kt + offs_d[None, :], x, mask=mask_d)
+            x = tl.load(raw + (128 + offs_t) * HEAD_DIM + offs_d[None, :], mask=mask_d, other=0)
+            tl.store(value + offs_t * stride_vt + offs_d[None, :], x, mask=mask_d)
+    elif PACKED:
+        lane = tl.arange(0, 128)
+        offs_t = tl.arange(0, 64)
+        offs_w = lane[:, None] * (2 * GROUPS) + tl.arange(0, 2 * GROUPS)[None, :]
+        slot = words_ptr + entry.to(tl.int64) * SLOT
+        meta = slot + META
+        bases = (meta + 32 * GROUPS + 16 + D // 2).to(tl.pointer_type(tl.uint8))
+        low_base = lane_bases(bases, lane, GROUPS)
+        high_base = lane_bases(bases + 8, lane, GROUPS)
+        offs_f = tl.arange(0, 4)[:, None] * (8 * GROUPS) + tl.arange(0, 8 * GROUPS)[None, :]
+        factors = tl.load(meta + 32 * GROUPS + 16 + offs_f)
+        for tile in tl.static_range(2):
+            words = slot + tile * (11 * CHUNK) + offs_w
+            flags, place, counts = load_flags(meta, tile, lane, GROUPS)
+            escapes, key_patch, value_patch = load_escapes(
+                pool_ptr, flags, place, counts, GROUPS, PTX
+            )
+            patches = pool_ptr.to(tl.pointer_type(tl.int32)) + place
+            n0, n1, n2, n3 = nibble_words(
+                tl.load(words + 8 * CHUNK), tl.load(words + 9 * CHUNK),
+                tl.load(words + 10 * CHUNK), escapes, PTX,
+            )  # fmt: skip
+            kn0, vn0 = kinds(n0, GROUPS)
+            kn1, vn1 = kinds(n1, GROUPS)
+            kn2, vn2 = kinds(n2, GROUPS)
+            kn3, vn3 = kinds(n3, GROUPS)
+            x = register_keys(
+                tl.load(words), tl.load(words + CHUNK), tl.load(words + 2 * CHUNK),
+                tl.load(words + 3 * CHUNK), kn0, kn1, kn2, kn3, factors,
+                key_patch, counts & 255, patches, lane, GROUPS, PTX,
+            )  # fmt: skip
+            at = key + (tile * 64 + offs_t)[:, None] * stride_kt + offs_d[None, :]
+            tl.store(at, x.to(tl.int16, bitcast=True))
+            x = register_values(
+                tl.load(words + 4 * CHUNK), tl.load(words + 5 * CHUNK),
+                tl.load(words + 6 * CHUNK), tl.load(words + 7 * CHUNK),
+                vn0, vn1, vn2, vn3, low_base, high_base,
+                value_patch, counts >> 8, patches + (counts & 255), lane, GROUPS, PTX,
+            )  # fmt: skip
+            at = value + (tile * 64 + offs_t)[None, :] * stride_vt + offs_d[:, None]
+            tl.store(at, x.to(tl.int16, bitcast=True))

@@ -1,0 +1,191 @@
+"""Attention that reads packed history as it is."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from ...errors import UnsupportedLayoutError
+from ..dispatch import launch_options, on_device, triton_missing
+from ..register_blocks import BLOCK_TOKENS, TILE_TOKENS, RegisterBlocks
+
+MAX_QUERY_TOKENS = 64
+MAX_GROUP = 16
+MAX_SPLITS = 256
+STAGES = 4
+EXTRA = {}
+HEAD_DIMS = (64, 80, 96, 128, 256)
+
+__all__ = ["packed_attention", "unsupported_reason"]
+
+
+def unsupported_reason(q: torch.Tensor, blocks: RegisterBlocks, scale: float | None = None) -> str | None:
+    """Why :func:`packed_attention` cannot take these, or None if it can. Nothing is launched."""
+    missing = triton_missing(q.device)
+    if missing:
+        return missing
+    if q.dtype != torch.bfloat16:
+        return f"queries of {q.dtype}: only bfloat16 has a fused path"
+    if q.dim() != 4 or q.shape[3] != blocks.head_dim:
+        return f"queries of shape {tuple(q.shape)}: expected [batch, q_heads, q_tokens, {blocks.head_dim}]"
+    if q.shape[3] not in HEAD_DIMS:
+        return f"head_dim {q.shape[3]}: the fused path takes {', '.join(map(str, HEAD_DIMS))}"
+    batch, kv_heads, _ = blocks.table.shape
+    group, rest = divmod(q.shape[1], kv_heads)
+    if q.shape[0] != batch or rest or not 1 <= group <= MAX_GROUP:
+        return (
+            f"{q.shape[0]} rows of {q.shape[1]} query heads over {batch} rows of {kv_heads} KV "
+            f"heads: expected equal rows and 1 to {MAX_GROUP} query heads per KV head"
+        )
+    if not 1 <= q.shape[2] <= MAX_QUERY_TOKENS:
+        return f"{q.shape[2]} query tokens: the fused path takes 1 to {MAX_QUERY_TOKENS}"
+    if scale is not None and not 0 < scale < math.inf:
+        return f"scale {scale}: the fused path takes positive numbers"
+    return None
+
+
+def packed_attention(
+    q: torch.Tensor,
+    blocks: RegisterBlocks,
+    tail_keys: torch.Tensor,
+    tail_values: torch.Tensor,
+    *,
+    scale: float | None = None,
+    sealed: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Causal softmax attention over sealed blocks and a dense tail, in one softmax.
+
+    The queries are the last ``q_tokens`` of each row's sequence: query ``i`` sees the tokens up to
+    ``length - q_tokens + i``. No dense copy of the history is made and nothing waits for the
+    device.
+
+    Args:
+        q: bf16 ``[batch, q_heads, q_tokens, head_dim]``; 1 to 64 tokens, head_dim 64, 80, 96, 128
+            or 256 (80 and 96 read raw blocks only), any strides with head_dim contiguous.
+        blocks: sealed history of ``q_heads / group`` KV heads, group 1 to 16.
+        tail_keys, tail_values: bf16 ``[batch, kv_heads, capacity, head_dim]``, the tokens behind
+            the sealed blocks.
+        scale: positive; ``head_dim ** -0.5`` if None.
+        sealed: int32 ``[batch]`` on the device, each row's sealed blocks; ``blocks.blocks`` if None.
+        lengths: int32 ``[batch]``, each row's tokens, tail included; sealed blocks and a full
+            ``tail_keys`` if None.
+        starts: int32 ``[batch]``, each row's first token that is seen (left padding); 0 if None.
+        window: a query sees this many tokens, itself included; all if None.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        sinks: ``[q_heads]``, a logit per head that joins the softmax and adds no value.
+        splits: programs that share a row's history; by default as many as fill the device.
+
+    Returns:
+        bf16 ``[batch, q_heads, q_tokens, head_dim]``, contiguous in ``[batch, q_tokens, q_heads,
+        head_dim]`` order as transformers uses it. A query that sees nothing gets zeros.
+
+    Raises:
+        UnsupportedLayoutError: what :func:`unsupported_reason` names.
+        ValueError: the tail's shape or dtype, or options out of range.
+
+    Split-KV decoding follows FlashDecoding (Dao et al., 2023); decoding inside attention follows
+    GAAC (arXiv 2610.38210), with another word order (see ``register_blocks``).
+    """
+    reason = unsupported_reason(q, blocks, scale)
+    if reason:
+        raise UnsupportedLayoutError(f"packed_attention cannot take {reason}. Use dense attention.")
+    batch, q_heads, q_tokens, head_dim = q.shape
+    _, kv_heads, table_blocks = blocks.table.shape
+    for name, tail in (("tail_keys", tail_keys), ("tail_values", tail_values)):
+        shape = (batch, kv_heads, tail_keys.shape[2], head_dim)
+        if tail.dtype != q.dtype or tuple(tail.shape) != shape or tail.device != q.device:
+            raise ValueError(
+                f"{name}: expected {q.dtype} {shape} on {q.device}, got {tail.dtype} "
+                f"{tuple(tail.shape)} on {tail.device}"
+            )
+    for name, value in (("window", window), ("softcap", softcap)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}: expected None or a positive number, got {value}")
+
+    def rows(x: torch.Tensor | None, default: int) -> torch.Tensor:
+        if x is None:
+            return torch.full((batch,), default, dtype=torch.int32, device=q.device)
+        return x.to(device=q.device, dtype=torch.int32)
+
+    from .kernel import _merge_kernel, _packed_attention_kernel
+
+    q, tail_keys, tail_values = (_aligned(x) for x in (q, tail_keys, tail_values))
+    columns = q_heads // kv_heads * q_tokens
+    block_n = min(max(16, _next_power_of_2(columns)), 64)
+    column_tiles = -(-columns // block_n)
+    if splits is None:
+        splits = choose_splits(q.device, batch * kv_heads * column_tiles, table_blocks, block_n)
+    part = torch.empty((batch * kv_heads * columns, splits, head_dim), dtype=torch.float32, device=q.device)
+    stat = torch.empty((batch * kv_heads * columns, splits, 2), dtype=torch.float32, device=q.device)
+    out = torch.empty((batch, q_tokens, q_heads, head_dim), dtype=q.dtype, device=q.device)
+    out = out.transpose(1, 2)
+    scale = head_dim**-0.5 if scale is None else scale
+    width = max(_next_power_of_2(head_dim), 64)
+    options = launch_options(q.device)
+    with on_device(q.device):
+        _packed_attention_kernel[(splits, batch * kv_heads, column_tiles)](
+            q, blocks.words, blocks.pool, blocks.table, blocks.raw.view(torch.bfloat16),
+            blocks.raw_list, blocks.raw_count, tail_keys, tail_values,
+            rows(lengths, blocks.blocks * BLOCK_TOKENS + tail_keys.shape[2]),
+            rows(sealed, blocks.blocks), rows(starts, 0), part, stat,
+            scale if softcap else scale * math.log2(math.e), softcap or 0.0,
+            q_heads, q_tokens, table_blocks, splits,
+            *q.stride()[:3], *tail_keys.stride()[:3], *tail_values.stride()[:3],
+            KV_HEADS=kv_heads, HEAD_DIM=head_dim, D=width, N=block_n, WINDOW=window or 0,
+            MASKED=q_tokens > 1 or window is not None or starts is not None or sealed is not None,
+            SOFTCAP=softcap is not None, PACKED=blocks.packable, SLOT=blocks.words.shape[1],
+            STAGES=STAGES, **options, **EXTRA, **_resources(q.device, head_dim, block_n),
+        )  # fmt: skip
+        _merge_kernel[(batch * kv_heads, columns)](
+            part, stat, q if sinks is None else sinks, out, q_heads, q_tokens, splits,
+            *out.stride()[:3],
+            KV_HEADS=kv_heads, HEAD_DIM=head_dim, D=width, S=_next_power_of_2(splits),
+            SINKS=sinks is not None, num_warps=4 if splits <= 64 else 8,
+        )  # fmt: skip
+    return out
+
+
+def choose_splits(device: torch.device, rows: int, blocks: int, block_n: int) -> int:
+    """Programs per row: one wave over the device's multiprocessors, at least a block each."""
+    programs = _multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR.get(block_n, 2)
+    return max(1, min(programs // rows, blocks, MAX_SPLITS))
+
+
+# Resident programs by columns, set by registers (measured on an H200).
+PROGRAMS_PER_MULTIPROCESSOR = {16: 3}
+
+
+def _resources(device: torch.device, head_dim: int, block_n: int) -> dict[str, int]:
+    """Warps, and on NVIDIA the most registers that let the wave be resident."""
+    if device.type != "cuda" or torch.version.hip:
+        return {"num_warps": 4}
+    limit = 168 if block_n == 16 and head_dim <= 128 else 255
+    return {"num_warps": 4, "maxnreg": limit}
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 1
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """``x`` itself, or a copy where rows do not begin at multiples of 16 bytes."""
+    strides_fit = all(stride % 8 == 0 for stride in x.stride()[:-1])
+    return x if x.stride(-1) == 1 and strides_fit and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+assert TILE_TOKENS * 2 == BLOCK_TOKENS

@@ -1,0 +1,291 @@
+"""Flash-decoding over packed blocks, raw blocks and the dense tail, and the merge of its splits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..register_words import (
+    kinds,
+    lane_bases,
+    load_escapes,
+    load_flags,
+    nibble_words,
+    register_keys,
+    register_values,
+)
+
+NEGATIVE: tl.constexpr = tl.constexpr(-1.0e30)  # below every score, and still finite: no inf - inf
+
+
+@triton.jit
+def _visible(position, query, start, WINDOW: tl.constexpr):
+    """Whether tokens ``position`` are seen from tokens ``query`` (causal, left padding, window)."""
+    seen = (position <= query) & (position >= start)
+    if WINDOW:
+        seen = seen & (position > query - WINDOW)
+    return seen
+
+
+@triton.jit
+def _log2_scores(scores, scale, softcap, SOFTCAP: tl.constexpr):
+    """Scores ``q . k`` times ``scale``, in powers of two; ``scale`` includes log2(e) unless capped."""
+    if SOFTCAP:
+        x = tl.exp2(tl.abs(scores * scale) * (-2.0 * 1.4426950408889634 / softcap))
+        tanh = tl.where(scores < 0, -1.0, 1.0) * (1 - x) / (1 + x)
+        return tanh * (softcap * 1.4426950408889634)
+    else:
+        return scores * scale
+
+
+@triton.jit
+def _dense_tiles(
+    acc, m, total, q, table, raw_ptr, raw_list, tail_k, tail_v, stride_kt, stride_vt,
+    first_tile, tiles, step, raw_tiles, tail_tokens, sealed, scale, softcap, position_q, start,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The running softmax with every ``step``-th dense tile of 64 tokens added: first the raw
+    blocks', then the tail's."""
+    offs_t = tl.arange(0, 64)
+    offs_d = tl.arange(0, D)
+    for d in tl.range(first_tile, tiles, step, num_stages=1):
+        in_tail = d >= raw_tiles
+        block = tl.load(raw_list + d // 2, mask=d < raw_tiles, other=0)
+        slot = -1 - tl.load(table + block, mask=d < raw_tiles, other=-1).to(tl.int64)
+        token = tl.where(in_tail, (d - raw_tiles) * 64, (d % 2) * 64)
+        first = tl.where(in_tail, sealed, block) * 128 + token
+        mask_t = token + offs_t < tl.where(in_tail, tail_tokens, 128)
+        mask = mask_t[:, None] & (offs_d < HEAD_DIM)[None, :]
+        raw = raw_ptr + slot * (256 * HEAD_DIM) + token * HEAD_DIM
+        k_at = tl.where(in_tail, tail_k + token.to(tl.int64) * stride_kt, raw)
+        v_at = tl.where(in_tail, tail_v + token.to(tl.int64) * stride_vt, raw + 128 * HEAD_DIM)
+        # The op sees to it that rows begin at multiples of 16 bytes.
+        k_at = tl.multiple_of(k_at, 16)
+        v_at = tl.multiple_of(v_at, 16)
+        k_rows = tl.multiple_of(offs_t * tl.where(in_tail, stride_kt, HEAD_DIM), 8)
+        v_rows = tl.multiple_of(offs_t * tl.where(in_tail, stride_vt, HEAD_DIM), 8)
+        keys = tl.load(k_at + k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)  # [64, D]
+        values = tl.load(v_at + v_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        if UPCAST:
+            scores = tl.dot(keys.to(tl.float32), q.to(tl.float32))
+        else:
+            scores = tl.dot(keys, q)
+        scores = _log2_scores(scores, scale, softcap, SOFTCAP)
+        seen = _visible((first + offs_t)[:, None], position_q[None, :], start, WINDOW)
+        scores = tl.where(seen & mask_t[:, None], scores, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, 0))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(scores - m_new[None, :])
+        total = total * alpha[None, :] + p
+        m = m_new
+        if UPCAST:
+            acc = tl.dot(tl.trans(values.to(tl.float32)), p, acc * alpha[None, :])
+        else:
+            acc = tl.dot(tl.trans(values), p.to(tl.bfloat16), acc * alpha[None, :])
+    return acc, m, total
+
+
+@triton.jit
+def _packed_attention_kernel(
+    q_ptr, words_ptr, pool_ptr, table_ptr, raw_ptr, raw_list_ptr, raw_count_ptr,
+    tail_k_ptr, tail_v_ptr, lengths_ptr, sealed_ptr, starts_ptr, part_ptr, stat_ptr,
+    scale, softcap, q_heads, q_tokens, table_blocks, splits,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, SLOT: tl.constexpr,
+    STAGES: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr, DENSE: tl.constexpr = 2,
+):  # fmt: skip
+    GROUPS: tl.constexpr = D // 64
+    CHUNK: tl.constexpr = 256 * GROUPS
+    META: tl.constexpr = 22 * CHUNK
+    split = tl.program_id(0)
+    row = tl.program_id(1)
+    batch = row // KV_HEADS
+    kv_head = row % KV_HEADS
+    group = q_heads // KV_HEADS
+    offs_n = tl.program_id(2) * N + tl.arange(0, N)
+    offs_d = tl.arange(0, D)
+    mask_n = offs_n < group * q_tokens
+    query = offs_n // group
+
+    length = tl.load(lengths_ptr + batch)
+    sealed = tl.load(sealed_ptr + batch)
+    start = tl.load(starts_ptr + batch)
+    position_q = length - q_tokens + query  # [N]
+    oldest = start
+    if WINDOW:
+        oldest = tl.maximum(oldest, length - q_tokens + 1 - WINDOW)
+    q_head = kv_head * group + offs_n % group
+    q_col = batch.to(tl.int64) * stride_qb + q_head.to(tl.int64) * stride_qh + query * stride_qt
+    q = tl.load(
+        q_ptr + q_col[None, :] + offs_d[:, None],
+        mask=mask_n[None, :] & (offs_d < HEAD_DIM)[:, None],
+        other=0.0,
+    )  # [D, N]
+    acc = tl.zeros([D, N], tl.float32)
+    m = tl.full([N], NEGATIVE, tl.float32)
+    total = tl.zeros([64, N], tl.float32)
+    table = table_ptr + row.to(tl.int64) * table_blocks
+
+    # Dense tiles: raw blocks, then the tail, dealt out from the last split backwards.
+    raw_tiles = 2 * tl.load(raw_count_ptr + row)
+    tail_tokens = length - sealed * 128
+    dense_tiles = raw_tiles + (tail_tokens + 63) // 64
+    offs_t = tl.arange(0, 64)
+    tail_k = tail_k_ptr + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
+    tail_v = tail_v_ptr + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+    if DENSE == 1:
+        acc, m, total = _dense_tiles(
+            acc, m, total, q, table, raw_ptr, raw_list_ptr + row.to(tl.int64) * table_blocks,
+            tail_k, tail_v, stride_kt, stride_vt, splits - 1 - split, dense_tiles, splits, raw_tiles,
+            tail_tokens, sealed, scale, softcap, position_q, start,
+            HEAD_DIM, D, WINDOW, SOFTCAP, UPCAST,
+        )  # fmt: skip
+    if PACKED:
+        lane = tl.arange(0, 128)
+        offs_w = lane[:, None] * (2 * GROUPS) + tl.arange(0, 2 * GROUPS)[None, :]
+        offs_f = tl.arange(0, 4)[:, None] * (8 * GROUPS) + tl.arange(0, 8 * GROUPS)[None, :]
+        words_pool = pool_ptr.to(tl.pointer_type(tl.int32))
+        first_tile = oldest // 64
+        count = tl.maximum(sealed * 2 - first_tile, 0)
+        begin = first_tile + (count.to(tl.int64) * split // splits).to(tl.int32)
+        end = first_tile + (count.to(tl.int64) * (split + 1) // splits).to(tl.int32)
+        last = tl.maximum(end - 1, 0)
+        # Flags run two tiles ahead of the arithmetic, escapes one.
+        at = tl.minimum(begin, last)
+        slot_ahead = tl.maximum(tl.load(table + at // 2), 0).to(tl.int64)
+        flags, place, counts = load_flags(
+            words_ptr + META + slot_ahead * SLOT, at % 2, lane, GROUPS
+        )
+        escapes, key_patch, value_patch = load_escapes(
+            pool_ptr, flags, place, counts, GROUPS, PTX
+        )
+        at = tl.minimum(begin + 1, last)
+        slot_ahead = tl.maximum(tl.load(table + at // 2), 0).to(tl.int64)
+        flags, next_place, next_counts = load_flags(
+            words_ptr + META + slot_ahead * SLOT, at % 2, lane, GROUPS
+        )
+        for t in tl.range(begin, end, num_stages=STAGES):
+            entry = tl.load(table + t // 2)
+            slot = tl.maximum(entry, 0).to(tl.int64)
+            tile = words_ptr + slot * SLOT + (t % 2) * (11 * CHUNK) + offs_w
+            k0 = tl.load(tile)
+            k1 = tl.load(tile + CHUNK)
+            k2 = tl.load(tile + 2 * CHUNK)
+            k3 = tl.load(tile + 3 * CHUNK)
+            v0 = tl.load(tile + 4 * CHUNK)
+            v1 = tl.load(tile + 5 * CHUNK)
+            v2 = tl.load(tile + 6 * CHUNK)
+            v3 = tl.load(tile + 7 * CHUNK)
+            h0 = tl.load(tile + 8 * CHUNK)
+            h1 = tl.load(tile + 9 * CHUNK)
+            h2 = tl.load(tile + 10 * CHUNK)
+            meta = words_ptr + slot * SLOT + META
+            factors = tl.load(meta + 32 * GROUPS + 16 + offs_f)
+            value_bases = (meta + 32 * GROUPS + 16 + D // 2).to(tl.pointer_type(tl.uint8))
+            low_base = lane_bases(value_bases, lane, GROUPS)
+            high_base = lane_bases(value_bases + 8, lane, GROUPS)
+            next_escapes, next_key_patch, next_value_patch = load_escapes(
+                pool_ptr, flags, next_place, next_counts, GROUPS, PTX
+            )
+            at = tl.minimum(t + 2, last)
+            slot_ahead = tl.maximum(tl.load(table + at // 2), 0).to(tl.int64)
+            flags, place_ahead, counts_ahead = load_flags(
+                words_ptr + META + slot_ahead * SLOT, at % 2, lane, GROUPS
+            )
+
+            n0, n1, n2, n3 = nibble_words(h0, h1, h2, escapes, PTX)
+            kn0, vn0 = kinds(n0, GROUPS)
+            kn1, vn1 = kinds(n1, GROUPS)
+            kn2, vn2 = kinds(n2, GROUPS)
+            kn3, vn3 = kinds(n3, GROUPS)
+            keys = register_keys(
+                k0, k1, k2, k3, kn0, kn1, kn2, kn3, factors,
+                key_patch, counts & 255, words_pool + place, lane, GROUPS, PTX,
+            )  # [64, D]  # fmt: skip
+            if UPCAST:
+                scores = tl.dot(keys.to(tl.float32), q.to(tl.float32))
+            else:
+                scores = tl.dot(keys, q)
+            if SOFTCAP:
+                scores = _log2_scores(scores, scale, softcap, SOFTCAP)
+                score_scale = 1.0
+            else:
+                score_scale = scale
+            if MASKED:
+                token = t * 64 + offs_t
+                seen = _visible(token[:, None], position_q[None, :], start, WINDOW)
+                scores = tl.where(seen, scores, float("-inf"))
+            # A raw block has another's slot here: it must not count.
+            bias = tl.where(entry < 0, float("-inf"), 0.0)
+            m_new = tl.maximum(m, tl.max(scores, 0) * score_scale + bias)
+            alpha = tl.exp2(m - m_new)
+            p = tl.exp2(scores * score_scale + (bias - m_new)[None, :])
+            total = total * alpha[None, :] + p
+            m = m_new
+            values = register_values(
+                v0, v1, v2, v3, vn0, vn1, vn2, vn3, low_base, high_base,
+                value_patch, counts >> 8, words_pool + place + (counts & 255), lane, GROUPS, PTX,
+            )  # [D, 64]  # fmt: skip
+            if UPCAST:
+                acc = tl.dot(values.to(tl.float32), p, acc * alpha[None, :])
+            else:
+                acc = tl.dot(values, p.to(tl.bfloat16), acc * alpha[None, :])
+            escapes = next_escapes
+            key_patch = next_key_patch
+            value_patch = next_value_patch
+            place = next_place
+            counts = next_counts
+            next_place = place_ahead
+            next_counts = counts_ahead
+
+    if DENSE == 2:
+        acc, m, total = _dense_tiles(
+            acc, m, total, q, table, raw_ptr, raw_list_ptr + row.to(tl.int64) * table_blocks,
+            tail_k, tail_v, stride_kt, stride_vt, splits - 1 - split, dense_tiles, splits, raw_tiles,
+            tail_tokens, sealed, scale, softcap, position_q, start,
+            HEAD_DIM, D, WINDOW, SOFTCAP, UPCAST,
+        )  # fmt: skip
+    out = (row.to(tl.int64) * (group * q_tokens) + offs_n) * splits + split
+    tl.store(
+        part_ptr + out[None, :] * HEAD_DIM + offs_d[:, None],
+        acc,
+        mask=mask_n[None, :] & (offs_d < HEAD_DIM)[:, None],
+    )
+    tl.store(stat_ptr + out * 2, m, mask=mask_n)
+    tl.store(stat_ptr + out * 2 + 1, tl.sum(total, 0), mask=mask_n)
+
+
+@triton.jit
+def _merge_kernel(
+    part_ptr, stat_ptr, sinks_ptr, out_ptr, q_heads, q_tokens, splits,
+    stride_ob, stride_oh, stride_ot,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """The softmax over all splits of one query head and token, attention sinks included."""
+    row = tl.program_id(0)
+    column = tl.program_id(1)
+    group = q_heads // KV_HEADS
+    offs_s = tl.arange(0, S)
+    offs_d = tl.arange(0, D)
+    mask_s = offs_s < splits
+    mask = mask_s[:, None] & (offs_d < HEAD_DIM)[None, :]
+    at = (row.to(tl.int64) * (group * q_tokens) + column) * splits + offs_s
+    m = tl.load(stat_ptr + at * 2, mask=mask_s, other=-1.0e30)
+    total = tl.load(stat_ptr + at * 2 + 1, mask=mask_s, other=0.0)
+    part = tl.load(part_ptr + at[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0)
+    q_head = (row % KV_HEADS) * group + column % group
+    highest = tl.max(m, 0)
+    if SINKS:
+        sink = tl.load(sinks_ptr + q_head).to(tl.float32) * 1.4426950408889634
+        highest = tl.maximum(highest, sink)
+    weight = tl.exp2(m - highest)
+    denominator = tl.sum(total * weight, 0)
+    if SINKS:
+        denominator += tl.exp2(sink - highest)
+    result = tl.sum(part * weight[:, None], 0) / tl.where(denominator == 0, 1.0, denominator)
+    offset = (row // KV_HEADS).to(tl.int64) * stride_ob + q_head.to(tl.int64) * stride_oh
+    offset += (column // group).to(tl.int64) * stride_ot
+    tl.store(out_ptr + offset + offs_d, result.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)

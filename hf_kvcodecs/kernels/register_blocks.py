@@ -1,0 +1,170 @@
+"""Sealed bf16 blocks in the ``register`` word order, which fused attention reads as it is.
+
+The numbers are those of the exponent code of :mod:`hf_kvcodecs.layouts` (bf16, 4-bit window, 3
+fixed bits, bases per channel and block of 128 tokens), with keys and values of one (row, kv head,
+block) in one *slot*, and their words in the order in which the lanes of four warps feed them to
+the matrix unit. Version 1:
+
+- Keys: ``c = exponent - base + 15`` in 1 .. 15, base the channel's largest finite exponent field,
+  0 for +0 and -0; any other number is a *patch*. A block with a base above 142 (2**16 and more) is
+  kept raw.
+- Values: ``c`` in 0 .. 15 with the base at least 15 (so that tiny and zero channels need no
+  special case); any other number is a patch.
+
+In the words a patched number is of arbitrary bits.
+
+A head of ``D`` channels has ``G = D / 64`` groups. A block is two tiles of 64 tokens. Lane ``32 w +
+4 g + j`` of 128 holds, for group ``u``, step ``i`` (0 .. 3) and register ``r = hi8 + 2 khi``, two
+numbers ``h``:
+
+- keys: token ``16 w + 8 hi8 + g``, channel ``64 u + 16 i + 8 khi + 2 j + h``;
+- values: channel ``64 u + 16 w + 8 hi8 + g``, token ``16 i + 8 khi + 2 j + h``.
+
+A slot is int32 words:
+
+- per tile 11 chunks of ``[128 lanes, 2 G]`` words. Chunks 0-3: the keys' low words of step ``i``,
+  word ``2 u + khi``: byte ``2 hi8 + h`` is ``(c & 1) << 7 | mantissa``. Chunks 4-7: the values'.
+  Chunks 8-10: words ``H_0 .. H_2`` of each group, the keys' first, made of the four steps' *nibble
+  words* ``N_i``. In ``N_i`` byte ``b = 2 hi8 + h`` has the sign in bit 7 and ``c >> 1`` in bits 0-2
+  for ``khi = 0``; the same pattern for ``khi = 1`` is rotated left by 4 in the 32-bit word. Code bit
+  3 (mask ``0x44444444``) is taken out; ``H_i`` is the rest of ``N_i`` with, in the freed bits,
+  ``rotl(N_3 & 0x11111111, 2)``, ``rotl(N_3 & 0x22222222, 1)``, ``rotr(N_3 & 0x88888888, 1)``.
+- flags: ``8 G`` bits a lane (tile 1's above tile 0's): bit ``2 word + half`` says that this half of
+  the lane's escape word is stored in the pool. The *escape word* of a kind and group, word ``u`` for
+  keys and ``G + u`` for values, is the code bits 3 of its four steps, step ``i``'s rotated left by
+  ``i``; a half not stored is all ones.
+- records, 16 words: for each tile and warp where its part of the pool begins (in 32-bit words), then
+  how many patches it begins with: the keys' in bits 0-7, the values' in 8-15.
+- key factors, D/2 words: ``2**(base - 15)`` as bf16, channels in the lanes' order: word ``((j G +
+  u) 4 + i) 2 + khi`` holds those of the two numbers ``h``.
+- value bases, D bytes.
+
+A warp's part of the pool is its key patches, its value patches, then the flagged halves, lane by
+lane, padded with ones to 32 bits. A patch is a 32-bit word: the number in bits 0-15, the lane in
+16-20, ``((i G + u) 4 + r) 2 + h`` above.
+
+A block that does not fit (more than 255 patches of a kind, tile and warp; no room in the pool; more
+bytes than raw) is kept raw: bf16 ``[2, 128, D]``. ``table`` has the slot of each block, or ``-1 -
+raw slot``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import KVCodecsError
+
+BLOCK_TOKENS = 128
+TILE_TOKENS = 64
+PATCHES = 255
+KEY_BASE_LIMIT = 142  # the factor 2**(base - 15) has to be a bf16 number
+HEAD_DIMS = (64, 128, 256)
+POOL_SHARE = 0.5  # pool words reserved per block, of the most that escapes can take
+
+
+def slot_words(head_dim: int) -> int:
+    """int32 words of one slot."""
+    groups = head_dim // 64
+    return 22 * 256 * groups + 32 * groups + 16 + head_dim // 2 + head_dim // 4
+
+
+@dataclass(slots=True, kw_only=True)
+class RegisterBlocks:
+    """Memory for the sealed blocks of one layer, filled in place; see the module for the format.
+
+    Attributes:
+        head_dim: channels of a head.
+        words: int32 ``[slots, slot_words(head_dim)]``; None where blocks cannot be packed (head_dim
+            not in ``HEAD_DIMS``): then every block is raw.
+        pool: int16 ``[n]``, n even.
+        raw: int16 ``[raw_slots, 2, 128, head_dim]``.
+        table: int32 ``[batch, kv_heads, blocks]``, the slot of each block or ``-1 - raw slot``.
+        raw_list: int32 like ``table``: the numbers of a row's raw blocks, in no order.
+        raw_count: int32 ``[batch, kv_heads]``: how many of ``raw_list`` count.
+        cursors: int32 ``[3]``: pool words and raw slots taken, blocks that found no room at all.
+        blocks: how many blocks of every row are sealed.
+    """
+
+    head_dim: int
+    words: torch.Tensor
+    pool: torch.Tensor
+    raw: torch.Tensor
+    table: torch.Tensor
+    raw_list: torch.Tensor
+    raw_count: torch.Tensor
+    cursors: torch.Tensor
+    blocks: int = 0
+
+    @staticmethod
+    def allocate(
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        blocks: int,
+        device: torch.device | str,
+        *,
+        pool_words: int | None = None,
+        raw_slots: int | None = None,
+    ) -> RegisterBlocks:
+        """Empty memory for ``blocks`` blocks a row.
+
+        Args:
+            pool_words: 32-bit words for escapes and patches; by default half of the most that
+                escapes can take, about twice what real caches need.
+            raw_slots: blocks that may stay raw; by default a 16th of all, all where none can be
+                packed. :meth:`check` tells when they did not suffice.
+        """
+        records = batch * kv_heads * blocks
+        packable = head_dim in HEAD_DIMS
+        slots = records if packable else 0
+        if pool_words is None:
+            pool_words = int(slots * POOL_SHARE * BLOCK_TOKENS * 2 * head_dim / 32) + 64
+        if raw_slots is None:
+            raw_slots = max(records // 16, min(records, 64)) if packable else records
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return RegisterBlocks(
+            head_dim=head_dim,
+            words=torch.empty(
+                (max(slots, 1), slot_words(head_dim) if packable else 1),
+                dtype=torch.int32,
+                device=device,
+            ),
+            pool=torch.empty(2 * max(pool_words, 2), dtype=torch.int16, device=device),
+            raw=torch.empty(
+                (max(raw_slots, 1), 2, BLOCK_TOKENS, head_dim), dtype=torch.int16, device=device
+            ),
+            table=zeros(batch, kv_heads, blocks),
+            raw_list=zeros(batch, kv_heads, blocks),
+            raw_count=zeros(batch, kv_heads),
+            cursors=zeros(3),
+        )
+
+    @property
+    def packable(self) -> bool:
+        """Whether blocks of this head_dim have a packed form."""
+        return self.head_dim in HEAD_DIMS
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the sealed blocks take, tables included (waits for the device)."""
+        used = self.cursors.tolist()
+        records = self.table.shape[0] * self.table.shape[1] * self.blocks
+        packed = (records - used[1]) * self.words.shape[1] * 4 if self.packable else 0
+        raw = used[1] * self.raw[0].numel() * 2
+        return packed + raw + used[0] * 4 + records * 4 + self.raw_count.numel() * 4
+
+    def check(self) -> None:
+        """Raises :class:`KVCodecsError` if a block found room neither packed nor raw (waits for
+        the device). Its tokens are lost here: keep the dense ones until this has passed."""
+        lost = int(self.cursors[2])
+        if lost:
+            raise KVCodecsError(
+                f"{lost} of {self.table.numel()} blocks neither fit their slots nor the "
+                f"{self.raw.shape[0]} raw ones. Allocate with more raw_slots (or pool_words), and "
+                "pack again."
+            )

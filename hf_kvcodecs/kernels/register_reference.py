@@ -1,0 +1,245 @@
+"""The ``register`` word order in plain torch, written and read line by line."""
+
+from __future__ import annotations
+
+import torch
+
+from .register_blocks import (
+    BLOCK_TOKENS,
+    KEY_BASE_LIMIT,
+    PATCHES,
+    RegisterBlocks,
+)
+
+C3 = 0x44444444
+
+
+def element_index(head_dim: int, kind: int) -> torch.Tensor:
+    """int64 ``[128 lanes, G, 4 steps, 2 khi, 2 hi8, 2 h]``: where in a tile ``[64 tokens, D]`` each
+    number lies; ``kind`` 0 for keys, 1 for values."""
+    w, g, j, u, i, khi, hi8, h = torch.meshgrid(
+        *(torch.arange(n) for n in (4, 8, 4, head_dim // 64, 4, 2, 2, 2)), indexing="ij"
+    )
+    row, step = 16 * w + 8 * hi8 + g, 16 * i + 8 * khi + 2 * j + h
+    index = row * head_dim + 64 * u + step if kind == 0 else step * head_dim + 64 * u + row
+    return index.flatten(0, 2)
+
+
+def register_pack_reference(
+    keys: torch.Tensor, values: torch.Tensor, blocks: RegisterBlocks
+) -> None:
+    """See :func:`hf_kvcodecs.kernels.exponent_pack.register_pack`."""
+    batch, heads, tokens, _ = keys.shape
+    count = tokens // BLOCK_TOKENS
+    for b in range(batch):
+        for head in range(heads):
+            for n in range(count):
+                part = slice(n * BLOCK_TOKENS, (n + 1) * BLOCK_TOKENS)
+                pair = torch.stack([keys[b, head, part], values[b, head, part]])
+                row = b * heads + head
+                _pack_block(pair.view(torch.int16), row, blocks.blocks + n, blocks)
+    blocks.blocks += count
+
+
+def _pack_block(pair: torch.Tensor, row: int, number: int, blocks: RegisterBlocks) -> None:
+    table = blocks.table.view(-1, blocks.table.shape[2])
+    packed = _encode(pair, blocks) if blocks.packable else None
+    place = int(blocks.cursors[0])
+    if packed is None or place + len(packed[1]) > blocks.pool.numel() // 2:
+        slot = int(blocks.cursors[1])
+        if slot >= blocks.raw.shape[0]:
+            blocks.cursors[2] += 1
+            table[row, number] = 0
+            return
+        blocks.raw[slot] = pair
+        blocks.cursors[1] += 1
+        table[row, number] = -1 - slot
+        listed = blocks.raw_count.view(-1)
+        blocks.raw_list.view(table.shape)[row, listed[row]] = number
+        listed[row] += 1
+        return
+    words, pool, records = packed
+    G = blocks.head_dim // 64
+    meta = words[22 * 256 * G + 32 * G :]
+    for tile, warps in enumerate(records):
+        for warp, (start, key_patches, value_patches) in enumerate(warps):
+            meta[tile * 8 + warp * 2] = place + start
+            meta[tile * 8 + warp * 2 + 1] = key_patches | value_patches << 8
+    slot = row * table.shape[1] + number
+    blocks.words[slot] = words
+    blocks.pool.view(torch.int32)[place : place + len(pool)] = torch.tensor(
+        pool, dtype=torch.int32
+    )
+    blocks.cursors[0] += len(pool)
+    table[row, number] = slot
+
+
+def _encode(
+    pair: torch.Tensor, blocks: RegisterBlocks
+) -> tuple[torch.Tensor, list[int], list[list[tuple[int, int, int]]]] | None:
+    """Words of the slot (records still zero), pool words, and per tile and warp: where its part
+    begins, its key patches and value patches. None if the block has to stay raw."""
+    D = blocks.head_dim
+    G = D // 64
+    x = pair.to(torch.int64) & 0xFFFF  # [2, 128, D]
+    exponent, magnitude = (x >> 7) & 0xFF, x & 0x7FFF
+    base = exponent.masked_fill(exponent == 255, 0).amax(1, keepdim=True)
+    base[1].clamp_(min=15)
+    if int(base[0].max()) > KEY_BASE_LIMIT:
+        return None
+    code = exponent - base + 15
+    misfit = (code < 0) | (code > 15)
+    misfit[0] |= (code[0] < 1) | (exponent[0] == 0)
+    misfit[0] &= magnitude[0] != 0
+    code[0][magnitude[0] == 0] = 0
+    code = (code & 15).masked_fill(misfit, 0)
+    kept = x & 0x807F
+
+    words = torch.zeros(blocks.words.shape[1], dtype=torch.int64)
+    flags = torch.zeros(128, dtype=torch.int64)
+    pool: list[int] = []
+    records = []
+    for tile in range(2):
+        chunks = words[tile * 11 * 256 * G :][: 11 * 256 * G].view(11, 128, 2 * G)
+        escapes = torch.empty(128, 2 * G, dtype=torch.int64)
+        part = slice(64 * tile, 64 * tile + 64)
+        for kind in range(2):
+            index = element_index(D, kind)
+            c = code[kind, part].flatten()[index]  # [128, G, step, khi, hi8, h]
+            k = kept[kind, part].flatten()[index]
+            byte = 8 * torch.arange(4).view(2, 2)
+            low = ((((c & 1) << 7) | (k & 0x7F)) << byte).sum((-1, -2))  # [128, G, step, khi]
+            for i in range(4):
+                chunks[4 * kind + i] = low[:, :, i].flatten(1)
+            nibble = ((k >> 15 << 7 | c >> 1) << byte).sum((-1, -2))
+            n = nibble[..., 0] | _rotl(nibble[..., 1], 4)  # [128, G, step]
+            escape = n & C3
+            n = n & ~C3
+            spread = (
+                _rotl(n[..., 3] & 0x11111111, 2),
+                _rotl(n[..., 3] & 0x22222222, 1),
+                _rotl(n[..., 3] & 0x88888888, 31),
+            )
+            for i in range(3):
+                chunks[8 + i, :, kind * G : kind * G + G] = n[..., i] | spread[i]
+            escapes[:, kind * G : kind * G + G] = sum(_rotl(escape[..., i], i) for i in range(4))
+        halves = torch.stack([escapes & 0xFFFF, escapes >> 16], -1).flatten(1)  # [128, 4 G]
+        stored = halves != 0xFFFF
+        unit = torch.arange(4 * G)
+        flags |= (stored.to(torch.int64) << (unit + 4 * G * tile)).sum(1)
+        warps = []
+        for warp in range(4):
+            lanes = slice(32 * warp, 32 * warp + 32)
+            start, found = len(pool), [0, 0]
+            for kind in range(2):
+                index = element_index(D, kind)[lanes]
+                wrong = misfit[kind, part].flatten()[index].nonzero().tolist()
+                number = x[kind, part].flatten()[index]
+                found[kind] = len(wrong)
+                for lane, u, i, khi, hi8, h in sorted(wrong, key=lambda at: (at[0], at[2])):
+                    element = ((i * G + u) * 4 + hi8 + 2 * khi) * 2 + h
+                    value = int(number[lane, u, i, khi, hi8, h])
+                    pool.append(_signed(value | lane << 16 | element << 21))
+            if max(found) > PATCHES:
+                return None
+            warps.append((start, *found))
+            entries = halves[lanes][stored[lanes]].tolist()
+            entries += [0xFFFF] * (len(entries) % 2)
+            pool += [
+                _signed(a | b << 16) for a, b in zip(entries[::2], entries[1::2], strict=True)
+            ]
+        records.append(warps)
+    meta = words[22 * 256 * G :]
+    flag_bytes = torch.stack([(flags >> (8 * n)) & 0xFF for n in range(G)], -1).flatten()
+    factors = (base[0, 0] + 112) << 7
+    factors = factors.view(G, 4, 2, 4, 2).permute(3, 0, 1, 2, 4).reshape(-1, 2)  # j u i khi h
+    meta[: 32 * G] = _words(flag_bytes)
+    meta[32 * G + 16 :][: D // 2] = factors[:, 0] | factors[:, 1] << 16
+    meta[32 * G + 16 + D // 2 :] = _words(base[1, 0])
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    size = words.nbytes + 4 * len(pool)
+    return None if size >= pair.nbytes else (words, pool, records)
+
+
+def register_unpack_reference(blocks: RegisterBlocks) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`hf_kvcodecs.kernels.exponent_unpack.register_unpack`."""
+    batch, heads, capacity = blocks.table.shape
+    out = torch.empty((2, batch * heads, blocks.blocks, BLOCK_TOKENS, blocks.head_dim), dtype=torch.int16)
+    for row, entries in enumerate(blocks.table.view(-1, capacity)[:, : blocks.blocks].tolist()):
+        for n, entry in enumerate(entries):
+            out[:, row, n] = blocks.raw[-1 - entry] if entry < 0 else _decode(blocks, entry)
+    keys, values = out.view(2, batch, heads, -1, blocks.head_dim).view(torch.bfloat16)
+    return keys, values
+
+
+def _decode(blocks: RegisterBlocks, slot: int) -> torch.Tensor:
+    D = blocks.head_dim
+    G = D // 64
+    words = blocks.words[slot].to(torch.int64) & 0xFFFFFFFF
+    pool = blocks.pool.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    meta = words[22 * 256 * G :]
+    flags = _bytes(meta[: 32 * G]).view(128, G)
+    flags = (flags << (8 * torch.arange(G))).sum(1)
+    factors = meta[32 * G + 16 :][: D // 2]
+    factors = torch.stack([factors & 0xFFFF, factors >> 16], -1).view(4, G, 4, 2, 2)
+    key_base = (factors.permute(1, 2, 3, 0, 4).reshape(1, D) >> 7) - 112
+    base = torch.stack([key_base, _bytes(meta[32 * G + 16 + D // 2 :]).view(1, D)])
+    code = torch.empty(2, BLOCK_TOKENS, D, dtype=torch.int64)
+    kept = torch.empty_like(code)
+    patches: list[tuple[int, int, int, int]] = []
+    for tile in range(2):
+        chunks = words[tile * 11 * 256 * G :][: 11 * 256 * G].view(11, 128, 2 * G)
+        escapes = torch.full((128, 4 * G), 0xFFFF)
+        for warp in range(4):
+            start, counts = meta[32 * G + 8 * tile + 2 * warp :][:2].tolist()
+            key_patches, count = counts & 255, (counts & 255) + (counts >> 8)
+            for k in range(count):
+                word, kind = int(pool[start + k]), int(k >= key_patches)
+                lane, element = word >> 16 & 31, word >> 21
+                h, r, u, i = element & 1, element >> 1 & 3, (element >> 3) % G, (element >> 3) // G
+                at = int(element_index(D, kind)[32 * warp + lane, u, i, r >> 1, r & 1, h])
+                patches.append((kind, 64 * tile + at // D, at % D, word & 0xFFFF))
+            entry = 2 * (start + count)
+            for lane in range(32 * warp, 32 * warp + 32):
+                for unit in range(4 * G):
+                    if int(flags[lane]) >> (unit + 4 * G * tile) & 1:
+                        escapes[lane, unit] = int(blocks.pool[entry]) & 0xFFFF
+                        entry += 1
+        escape = escapes[:, 0::2] | escapes[:, 1::2] << 16
+        part = slice(64 * tile, 64 * tile + 64)
+        for kind in range(2):
+            e = escape[:, kind * G : kind * G + G]
+            H = [chunks[8 + i, :, kind * G : kind * G + G] for i in range(3)]
+            n = [(H[i] & ~C3 & 0xFFFFFFFF) | (_rotl(e, 32 - i) & C3) for i in range(3)]
+            spread = _rotl(H[0], 30) & 0x11111111 | _rotl(H[1], 31) & 0x22222222
+            n.append(spread | _rotl(H[2], 1) & 0x88888888 | _rotl(e, 29) & C3)
+            N = torch.stack(n, -1)  # [128, G, step]
+            high = torch.stack([N, _rotl(N, 28)], -1)  # khi
+            low = chunks[4 * kind : 4 * kind + 4].view(4, 128, G, 2).permute(1, 2, 0, 3)
+            shift = 8 * torch.arange(4).view(2, 2)
+            low, high = (t[..., None, None] >> shift & 0xFF for t in (low, high))
+            index = element_index(D, kind).flatten()
+            code[kind, part].view(-1)[index] = ((high & 7) << 1 | low >> 7).flatten()
+            kept[kind, part].view(-1)[index] = ((high >> 7) << 15 | low & 0x7F).flatten()
+    exponent = code + base - 15
+    exponent[0][code[0] == 0] = 0
+    out = kept | (exponent & 0xFF) << 7
+    for kind, token, channel, bits in patches:
+        out[kind, token, channel] = bits
+    return torch.where(out >= 1 << 15, out - (1 << 16), out).to(torch.int16)
+
+
+def _rotl(x: torch.Tensor, amount: int) -> torch.Tensor:
+    return ((x << amount) | (x >> (32 - amount))) & 0xFFFFFFFF
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    return (data.view(-1, 4) << (8 * torch.arange(4))).sum(1)
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    return (words.unsqueeze(-1) >> (8 * torch.arange(4)) & 0xFF).flatten()

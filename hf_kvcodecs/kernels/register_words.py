@@ -1,0 +1,426 @@
+"""Triton pieces that read the register word order; :mod:`..register_blocks` writes it down.
+
+Each step that has a one-instruction form on NVIDIA GPUs is inline PTX behind ``PTX``, with a plain
+Triton twin beside it; tests hold the two equal. int32 words, 128 lanes (four warps of 32).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotate_right(x, amount: tl.constexpr):
+    """int32 rotated right by ``amount`` in 1 .. 31 bits."""
+    mask: tl.constexpr = (1 << (32 - amount)) - 1
+    return ((x >> amount) & mask) | (x << (32 - amount))
+
+
+@triton.jit
+def population_count(x):
+    """How many of the low 16 bits of ``x`` (int32) are set."""
+    x = (x & 0x5555) + ((x >> 1) & 0x5555)
+    x = (x & 0x3333) + ((x >> 2) & 0x3333)
+    x = (x & 0x0F0F) + ((x >> 4) & 0x0F0F)
+    return (x + (x >> 8)) & 0x1F
+
+
+@triton.jit
+def nibble_words(h0, h1, h2, escapes, PTX: tl.constexpr):
+    """Three stored words and the escape word of four steps -> the four steps' nibble words."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 e1, e2, e3, a, b, c;
+            shf.r.wrap.b32 e1, $7, $7, 1;
+            shf.r.wrap.b32 e2, $7, $7, 2;
+            shf.r.wrap.b32 e3, $7, $7, 3;
+            lop3.b32 $0, $4, $7, 0x44444444, 0xd8;
+            lop3.b32 $1, $5, e1, 0x44444444, 0xd8;
+            lop3.b32 $2, $6, e2, 0x44444444, 0xd8;
+            shf.r.wrap.b32 a, $4, $4, 2;
+            shf.r.wrap.b32 b, $5, $5, 1;
+            shf.l.wrap.b32 c, $6, $6, 1;
+            and.b32 a, a, 0x11111111;
+            lop3.b32 a, b, 0x22222222, a, 0xea;
+            lop3.b32 a, c, 0x88888888, a, 0xea;
+            lop3.b32 $3, e3, 0x44444444, a, 0xea;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r,r",
+            [h0, h1, h2, escapes],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        C3: tl.constexpr = 0x44444444  # where a nibble word has code bit 3
+        n0 = (h0 & ~C3) | (escapes & C3)
+        n1 = (h1 & ~C3) | (rotate_right(escapes, 1) & C3)
+        n2 = (h2 & ~C3) | (rotate_right(escapes, 2) & C3)
+        n3 = (rotate_right(h0, 2) & 0x11111111) | (rotate_right(h1, 1) & 0x22222222)
+        n3 = n3 | (rotate_right(h2, 31) & -0x77777778) | (rotate_right(escapes, 3) & C3)
+        return n0, n1, n2, n3
+
+
+@triton.jit
+def register_pairs(low0, low1, nibbles, PTX: tl.constexpr):
+    """One step's words -> its four registers (hi8 + 2 khi), two 16-bit numbers each: sign, the
+    4-bit code as exponent field, mantissa."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            shf.r.wrap.b32 b, $6, $6, 4;
+            and.b32 a, $6, 0x87878787;
+            and.b32 b, b, 0x87878787;
+            prmt.b32 $0, $4, a, 0x5140;
+            prmt.b32 $1, $4, a, 0x7362;
+            prmt.b32 $2, $5, b, 0x5140;
+            prmt.b32 $3, $5, b, 0x7362;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [low0, low1, nibbles],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        high0 = nibbles & -0x78787879
+        high1 = rotate_right(nibbles, 4) & -0x78787879
+        return (
+            _two_numbers(low0, high0),
+            _two_numbers(low0 >> 16, high0 >> 16),
+            _two_numbers(low1, high1),
+            _two_numbers(low1 >> 16, high1 >> 16),
+        )
+
+
+@triton.jit
+def _two_numbers(low, high):
+    """Bytes 0 and 1 of ``low`` and of ``high`` as the low and high bytes of two numbers."""
+    return (low & 0xFF) | ((high & 0xFF) << 8) | ((low & 0xFF00) << 8) | ((high & 0xFF00) << 16)
+
+
+def _patch_ptx(groups: int) -> tuple[str, str]:
+    """PTX and constraints that write patches over the ``16 * groups`` registers of one tensor.
+
+    Operands: the registers (tensor ``i * 4 + r`` of 16, ``groups`` of each), then per group again:
+    the first patch word, the number of patches, the address of the first. A warp without patches
+    takes one branch.
+    """
+    registers = 16 * groups
+    word, count, address = registers, registers + groups, registers + 2 * groups
+    # Input operands tied to outputs are numbered behind them too.
+    word, count, address = (registers + n for n in (word, count, address))
+    lines = [
+        "{ .reg .pred p, q; .reg .b32 k, w, e, v; .reg .b64 a;",
+        f"setp.eq.s32 p, ${count}, 0; @p bra DONE;",
+        f"mov.b32 w, ${word}; mov.b32 k, 0; mov.b64 a, ${address};",
+        "LOOP: bfe.u32 e, w, 16, 5; mov.u32 v, %laneid; setp.ne.u32 p, e, v; @p bra NEXT;",
+        "shr.u32 e, w, 21;",
+    ]
+    for register in range(registers):
+        tensor, group = divmod(register, groups)
+        step, part = divmod(tensor, 4)
+        element = ((step * groups + group) * 4 + part) * 2
+        lines += [
+            f"setp.eq.u32 p, e, {element}; @p prmt.b32 ${register}, ${register}, w, 0x3254;",
+            f"setp.eq.u32 q, e, {element + 1}; @q prmt.b32 ${register}, ${register}, w, 0x5410;",
+        ]
+    lines += [
+        f"NEXT: add.u32 k, k, 1; setp.ge.s32 p, k, ${count}; @p bra DONE;",
+        "add.u64 a, a, 4; ld.global.b32 w, [a]; bra LOOP; DONE: }",
+    ]
+    tied = [str(register) for register in range(registers)]
+    constraints = ["=r"] * registers + tied + ["r"] * (2 * groups) + ["l"] * groups
+    return "\n".join(lines), ",".join(constraints)
+
+
+def _escapes_ptx(groups: int) -> tuple[str, str]:
+    """PTX and constraints that load a lane's flagged 16-bit entries, all ones where none is
+    stored: ``2 * groups`` words from the flags and the address of the lane's first entry."""
+    words = 2 * groups
+    flags, address = words, words + 1
+    lines = [f"{{ .reg .pred p; .reg .b16 lo, hi; .reg .b32 f; .reg .b64 a; mov.b64 a, ${address};"]
+    for word in range(words):
+        for half, name in enumerate(("lo", "hi")):
+            lines += [
+                f"and.b32 f, ${flags}, {1 << (2 * word + half)}; setp.ne.u32 p, f, 0;",
+                f"mov.b16 {name}, 0xffff; @p ld.global.b16 {name}, [a]; @p add.u64 a, a, 2;",
+            ]
+        lines.append(f"mov.b32 ${word}, {{lo, hi}};")
+    lines.append("}")
+    return "\n".join(lines), ",".join(["=&r"] * words + ["r", "l"])
+
+
+def _constants(make: Any) -> dict[int, Any]:
+    return {g: tuple(tl.constexpr(text) for text in make(g)) for g in (1, 2, 4)}
+
+
+(PATCH_1, PATCH_IO_1), (PATCH_2, PATCH_IO_2), (PATCH_4, PATCH_IO_4) = _constants(_patch_ptx).values()
+(ESCAPES_1, ESCAPES_IO_1), (ESCAPES_2, ESCAPES_IO_2), (ESCAPES_4, ESCAPES_IO_4) = _constants(
+    _escapes_ptx
+).values()
+
+
+@triton.jit
+def escape_words(pool_ptr, flags, first, GROUPS: tl.constexpr, PTX: tl.constexpr):
+    """Code bit 3 of one tile: ``[128, 2 * GROUPS]`` words, keys' groups first.
+
+    ``flags`` int32 ``[128]``: bit ``2 * word + half`` says that this half is stored; ``first`` int32
+    ``[128]``: the lane's first entry in the pool (int16).
+    """
+    if PTX:
+        address = (pool_ptr + first.to(tl.uint32)).to(tl.int64)
+        if GROUPS == 1:
+            a, b = tl.inline_asm_elementwise(
+                ESCAPES_1, ESCAPES_IO_1, [flags, address], (tl.int32,) * 2, True, 1
+            )
+            return tl.join(a, b)
+        elif GROUPS == 2:
+            a, b, c, d = tl.inline_asm_elementwise(
+                ESCAPES_2, ESCAPES_IO_2, [flags, address], (tl.int32,) * 4, True, 1
+            )
+            return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [128, 4])
+        else:
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                ESCAPES_4, ESCAPES_IO_4, [flags, address], (tl.int32,) * 8, True, 1
+            )
+            even = tl.join(tl.join(a, e), tl.join(c, g))
+            odd = tl.join(tl.join(b, f), tl.join(d, h))
+            return tl.reshape(tl.join(even, odd), [128, 8])
+    else:
+        unit = tl.arange(0, 4 * GROUPS)[None, :]
+        rank = population_count(flags[:, None] & ((1 << unit) - 1))
+        stored = ((flags[:, None] >> unit) & 1) != 0
+        entry = tl.load(pool_ptr + first[:, None] + rank, mask=stored, other=-1)
+        low, high = tl.split(tl.reshape(entry.to(tl.int32), [128, 2 * GROUPS, 2]))
+        return (low & 0xFFFF) | (high << 16)
+
+
+@triton.jit
+def decode_registers(w0, w1, w2, w3, n0, n1, n2, n3, GROUPS: tl.constexpr, PTX: tl.constexpr):
+    """Low words of four steps ``[128, 2 * GROUPS]`` and nibble words ``[128, GROUPS]`` -> 16
+    registers ``[128, GROUPS]``, number ``4 * step + hi8 + 2 * khi``."""
+    p, q = tl.split(tl.reshape(w0, [128, GROUPS, 2]))
+    a0, b0, c0, d0 = register_pairs(p, q, n0, PTX)
+    p, q = tl.split(tl.reshape(w1, [128, GROUPS, 2]))
+    a1, b1, c1, d1 = register_pairs(p, q, n1, PTX)
+    p, q = tl.split(tl.reshape(w2, [128, GROUPS, 2]))
+    a2, b2, c2, d2 = register_pairs(p, q, n2, PTX)
+    p, q = tl.split(tl.reshape(w3, [128, GROUPS, 2]))
+    a3, b3, c3, d3 = register_pairs(p, q, n3, PTX)
+    return a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3
+
+
+@triton.jit
+def kinds(words, GROUPS: tl.constexpr):
+    """``[128, 2 * GROUPS]`` -> the keys' and the values' ``[128, GROUPS]``."""
+    return tl.split(tl.permute(tl.reshape(words, [128, 2, GROUPS]), (0, 2, 1)))
+
+
+@triton.jit
+def numbers(r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, ra, rb, rc, rd, re, rf):
+    """16 registers -> int16 ``[128, GROUPS, khi, hi8, step bit 1, step bit 0, half]``."""
+    s0 = tl.join(tl.join(r0, r2), tl.join(r1, r3))
+    s1 = tl.join(tl.join(r4, r6), tl.join(r5, r7))
+    s2 = tl.join(tl.join(r8, ra), tl.join(r9, rb))
+    s3 = tl.join(tl.join(rc, re), tl.join(rd, rf))
+    x = tl.join(tl.join(s0, s2), tl.join(s1, s3))
+    return tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
+
+
+@triton.jit
+def key_tile(x, GROUPS: tl.constexpr):
+    """:func:`numbers` -> ``[64 tokens, D channels]``."""
+    x = tl.reshape(x, [4, 8, 4, GROUPS, 2, 2, 2, 2, 2])  # warp g j group khi hi8 step1 step0 half
+    return tl.reshape(tl.permute(x, (0, 5, 1, 3, 6, 7, 4, 2, 8)), [64, 64 * GROUPS])
+
+
+@triton.jit
+def value_tile(x, GROUPS: tl.constexpr):
+    """:func:`numbers` -> ``[D channels, 64 tokens]``."""
+    x = tl.reshape(x, [4, 8, 4, GROUPS, 2, 2, 2, 2, 2])
+    return tl.reshape(tl.permute(x, (3, 0, 5, 1, 6, 7, 4, 2, 8)), [64 * GROUPS, 64])
+
+
+@triton.jit
+def patch_registers(
+    r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, ra, rb, rc, rd, re, rf,
+    word, count, address, lane, GROUPS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The values' registers with each warp's patches written over them.
+
+    ``word`` int32, ``count`` int32, ``address`` (pointer to int32), each ``[128]``: the first
+    patch, how many there are, where the first lies.
+    """
+    if PTX:
+        word = tl.broadcast_to(word[:, None], [128, GROUPS])
+        number = tl.broadcast_to(count[:, None], [128, GROUPS])
+        place = tl.broadcast_to(address.to(tl.int64)[:, None], [128, GROUPS])
+        operands = [r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, ra, rb, rc, rd, re, rf, word, number, place]  # fmt: skip
+        if GROUPS == 1:
+            return tl.inline_asm_elementwise(PATCH_1, PATCH_IO_1, operands, (tl.int32,) * 16, True, 1)
+        elif GROUPS == 2:
+            return tl.inline_asm_elementwise(PATCH_2, PATCH_IO_2, operands, (tl.int32,) * 16, True, 2)
+        else:
+            return tl.inline_asm_elementwise(PATCH_4, PATCH_IO_4, operands, (tl.int32,) * 16, True, 4)
+    else:
+        for k in range(0, tl.max(count, 0)):
+            patch = tl.load(address + k, mask=k < count, other=0)
+            hit = (k < count) & (((patch >> 16) & 31) == lane % 32)
+            element = tl.where(hit, patch >> 21, -1)[:, None]
+            patch = patch[:, None]
+            r0 = _patched(r0, 0, element, patch, GROUPS)
+            r1 = _patched(r1, 1, element, patch, GROUPS)
+            r2 = _patched(r2, 2, element, patch, GROUPS)
+            r3 = _patched(r3, 3, element, patch, GROUPS)
+            r4 = _patched(r4, 4, element, patch, GROUPS)
+            r5 = _patched(r5, 5, element, patch, GROUPS)
+            r6 = _patched(r6, 6, element, patch, GROUPS)
+            r7 = _patched(r7, 7, element, patch, GROUPS)
+            r8 = _patched(r8, 8, element, patch, GROUPS)
+            r9 = _patched(r9, 9, element, patch, GROUPS)
+            ra = _patched(ra, 10, element, patch, GROUPS)
+            rb = _patched(rb, 11, element, patch, GROUPS)
+            rc = _patched(rc, 12, element, patch, GROUPS)
+            rd = _patched(rd, 13, element, patch, GROUPS)
+            re = _patched(re, 14, element, patch, GROUPS)
+            rf = _patched(rf, 15, element, patch, GROUPS)
+        return r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, ra, rb, rc, rd, re, rf
+
+
+@triton.jit
+def _patched(register, NUMBER: tl.constexpr, element, patch, GROUPS: tl.constexpr):
+    """Register ``NUMBER`` ``[128, GROUPS]`` with ``patch`` in the half that ``element`` names."""
+    index = ((NUMBER // 4 * GROUPS + tl.arange(0, GROUPS)[None, :]) * 4 + NUMBER % 4) * 2
+    low = (register & -0x10000) | (patch & 0xFFFF)
+    high = (register & 0xFFFF) | (patch << 16)
+    return tl.where(element == index, low, tl.where(element == index + 1, high, register))
+
+
+@triton.jit
+def _pairs_times(pairs, factors, PTX: tl.constexpr):
+    """Two bf16 numbers with 4-bit exponent fields times powers of two, exactly; zeros stay zeros."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [pairs, factors, pairs * 0 - 0x7FFF8000],
+            tl.int32, True, 1,
+        )  # fmt: skip
+    else:
+        low = tl.where((pairs & 0x780) == 0, 0, (factors & 0x7F80) - 0x3F80)
+        high = tl.where((pairs & 0x7800000) == 0, 0, ((factors >> 16) & 0x7F80) - 0x3F80)
+        return ((pairs + low) & 0xFFFF) | ((((pairs >> 16) + high) & 0xFFFF) << 16)
+
+
+@triton.jit
+def key_factors(words, GROUPS: tl.constexpr):
+    """Words ``[4, 8 * GROUPS]`` of a slot -> each lane's ``[128, GROUPS]``, by step and khi."""
+    x = tl.broadcast_to(words[None, None, :, :], [4, 8, 4, 8 * GROUPS])
+    low, high = tl.split(tl.reshape(x, [128, GROUPS, 4, 2]))
+    low_even, low_odd = tl.split(tl.reshape(low, [128, GROUPS, 2, 2]))
+    high_even, high_odd = tl.split(tl.reshape(high, [128, GROUPS, 2, 2]))
+    a0, a2 = tl.split(low_even)
+    a1, a3 = tl.split(low_odd)
+    b0, b2 = tl.split(high_even)
+    b1, b3 = tl.split(high_odd)
+    return a0, b0, a1, b1, a2, b2, a3, b3
+
+
+@triton.jit
+def register_keys(
+    w0, w1, w2, w3, n0, n1, n2, n3, factors, patch, patches, place, lane,
+    GROUPS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Keys ``[64 tokens, D]`` bf16, exact: times their channels' factors, misfits patched in."""
+    a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = decode_registers(  # noqa: E741
+        w0, w1, w2, w3, n0, n1, n2, n3, GROUPS, PTX
+    )
+    f0, f1, f2, f3, f4, f5, f6, f7 = key_factors(factors, GROUPS)
+    a, b = _pairs_times(a, f0, PTX), _pairs_times(b, f0, PTX)
+    c, d = _pairs_times(c, f1, PTX), _pairs_times(d, f1, PTX)
+    e, f = _pairs_times(e, f2, PTX), _pairs_times(f, f2, PTX)
+    g, h = _pairs_times(g, f3, PTX), _pairs_times(h, f3, PTX)
+    i, j = _pairs_times(i, f4, PTX), _pairs_times(j, f4, PTX)
+    k, l = _pairs_times(k, f5, PTX), _pairs_times(l, f5, PTX)  # noqa: E741
+    o, r = _pairs_times(o, f6, PTX), _pairs_times(r, f6, PTX)
+    s, u = _pairs_times(s, f7, PTX), _pairs_times(u, f7, PTX)
+    a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = patch_registers(  # noqa: E741
+        a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u, patch, patches, place, lane, GROUPS, PTX
+    )
+    x = numbers(a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u)
+    return key_tile(x, GROUPS).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def register_values(
+    w0, w1, w2, w3, n0, n1, n2, n3, low_base, high_base, patch, patches, place, lane,
+    GROUPS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Values ``[D, 64 tokens]`` bf16, exact: bases ``[128, GROUPS]`` of channels hi8 = 0 and 1
+    added, misfits patched in."""
+    a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = decode_registers(  # noqa: E741
+        w0, w1, w2, w3, n0, n1, n2, n3, GROUPS, PTX
+    )
+    a, b, c, d = a + low_base, b + high_base, c + low_base, d + high_base
+    e, f, g, h = e + low_base, f + high_base, g + low_base, h + high_base
+    i, j, k, l = i + low_base, j + high_base, k + low_base, l + high_base  # noqa: E741
+    o, r, s, u = o + low_base, r + high_base, s + low_base, u + high_base
+    a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = patch_registers(  # noqa: E741
+        a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u, patch, patches, place, lane, GROUPS, PTX
+    )
+    x = numbers(a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u)
+    return value_tile(x, GROUPS).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def load_flags(words, tile, lane, GROUPS: tl.constexpr):
+    """Flags, place in the pool and patch counts of each lane for one tile; ``words`` points behind
+    a slot's chunks."""
+    if GROUPS == 1:
+        flags = tl.load(words.to(tl.pointer_type(tl.uint8)) + lane).to(tl.int32)
+    elif GROUPS == 2:
+        flags = tl.load(words.to(tl.pointer_type(tl.uint16)) + lane).to(tl.int32)
+    else:
+        flags = tl.load(words + lane)
+    flags = (flags >> (tile * 4 * GROUPS)) & ((1 << (4 * GROUPS)) - 1)
+    record = words + 32 * GROUPS + tile * 8 + lane // 32 * 2
+    return flags, tl.load(record), tl.load(record + 1)
+
+
+@triton.jit
+def load_escapes(pool_ptr, flags, place, counts, GROUPS: tl.constexpr, PTX: tl.constexpr):
+    """Escape words of a tile, and each warp's first key patch and first value patch."""
+    if PTX:
+        count = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [flags], tl.int32, True, 1)
+    else:
+        count = population_count(flags)
+    per_warp = tl.reshape(count, [4, 32])
+    before = tl.reshape(tl.cumsum(per_warp, 1) - per_warp, [128])
+    keys = counts & 255
+    values = counts >> 8
+    first = (place + keys + values) * 2 + before
+    escapes = escape_words(pool_ptr, flags, first, GROUPS, PTX)
+    words = pool_ptr.to(tl.pointer_type(tl.int32)) + place
+    key_patch = tl.load(words, mask=keys > 0, other=0)
+    value_patch = tl.load(words + keys, mask=values > 0, other=0)
+    return escapes, key_patch, value_patch
+
+
+@triton.jit
+def lane_bases(bases_ptr, lane, GROUPS: tl.constexpr):
+    """The base of each lane's channels ``64 group + 16 warp + lane / 4`` as ``[128, GROUPS]``,
+    less 15, in the exponent field of both halves."""
+    ptr = bases_ptr + (lane // 32) * 16 + (lane % 32) // 4
+    if GROUPS == 1:
+        base = tl.load(ptr)[:, None]
+    elif GROUPS == 2:
+        base = tl.join(tl.load(ptr), tl.load(ptr + 64))
+    else:
+        even = tl.join(tl.load(ptr), tl.load(ptr + 128))
+        odd = tl.join(tl.load(ptr + 64), tl.load(ptr + 192))
+        base = tl.reshape(tl.join(even, odd), [128, 4])
+    return base.to(tl.int32) * 0x800080 - 15 * 0x800080
