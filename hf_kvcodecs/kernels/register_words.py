@@ -107,29 +107,38 @@ def _two_numbers(low, high):
 def _patch_ptx(groups: int) -> tuple[str, str]:
     """PTX and constraints that write patches over the ``16 * groups`` registers of one tensor.
 
-    Operands: the registers (tensor ``i * 4 + r`` of 16, ``groups`` of each), then per group again:
-    the first patch word, the number of patches, the address of the first. A warp without patches
-    takes one branch.
+    Operands: the registers (tensor ``i * 4 + r`` of 16, ``groups`` of each; tied), then per group
+    again: the first patch word, the number of patches, the address of the first. A warp without
+    patches takes one branch; with one, a tree of uniform branches finds its register.
     """
     registers = 16 * groups
-    word, count, address = registers, registers + groups, registers + 2 * groups
-    # Input operands tied to outputs are numbered behind them too.
-    word, count, address = (registers + n for n in (word, count, address))
+    word, count, address = (2 * registers + n * groups for n in range(3))
     lines = [
-        "{ .reg .pred p, q; .reg .b32 k, w, e, v; .reg .b64 a;",
+        "{ .reg .pred p, q; .reg .b32 k, w, e, v, s; .reg .b64 a;",
         f"setp.eq.s32 p, ${count}, 0; @p bra DONE;",
         f"mov.b32 w, ${word}; mov.b32 k, 0; mov.b64 a, ${address};",
-        "LOOP: bfe.u32 e, w, 16, 5; mov.u32 v, %laneid; setp.ne.u32 p, e, v; @p bra NEXT;",
-        "shr.u32 e, w, 21;",
+        "LOOP: bfe.u32 e, w, 16, 5; mov.u32 v, %laneid; setp.eq.u32 q, e, v; shr.u32 e, w, 22;",
+        "and.b32 v, w, 0x200000; setp.ne.u32 p, v, 0; selp.b32 s, 0x5410, 0x3254, p;",
+        "selp.b32 s, s, 0x3210, q;",
     ]
+    by_element = {}
     for register in range(registers):
         tensor, group = divmod(register, groups)
         step, part = divmod(tensor, 4)
-        element = ((step * groups + group) * 4 + part) * 2
-        lines += [
-            f"setp.eq.u32 p, e, {element}; @p prmt.b32 ${register}, ${register}, w, 0x3254;",
-            f"setp.eq.u32 q, e, {element + 1}; @q prmt.b32 ${register}, ${register}, w, 0x5410;",
-        ]
+        by_element[(step * groups + group) * 4 + part] = register
+
+    def tree(low: int, high: int) -> None:
+        if high - low == 1:
+            register = by_element[low]
+            lines.append(f"prmt.b32 ${register}, ${register}, w, s; bra NEXT;")
+            return
+        middle = (low + high) // 2
+        lines.append(f"setp.ge.u32 p, e, {middle}; @p bra E{low}_{high};")
+        tree(low, middle)
+        lines.append(f"E{low}_{high}:")
+        tree(middle, high)
+
+    tree(0, registers)
     lines += [
         f"NEXT: add.u32 k, k, 1; setp.ge.s32 p, k, ${count}; @p bra DONE;",
         "add.u64 a, a, 4; ld.global.b32 w, [a]; bra LOOP; DONE: }",
@@ -141,19 +150,26 @@ def _patch_ptx(groups: int) -> tuple[str, str]:
 
 def _escapes_ptx(groups: int) -> tuple[str, str]:
     """PTX and constraints that load a lane's flagged 16-bit entries, all ones where none is
-    stored: ``2 * groups`` words from the flags and the address of the lane's first entry."""
-    words = 2 * groups
-    flags, address = words, words + 1
-    lines = [f"{{ .reg .pred p; .reg .b16 lo, hi; .reg .b32 f; .reg .b64 a; mov.b64 a, ${address};"]
-    for word in range(words):
-        for half, name in enumerate(("lo", "hi")):
-            lines += [
-                f"and.b32 f, ${flags}, {1 << (2 * word + half)}; setp.ne.u32 p, f, 0;",
-                f"mov.b16 {name}, 0xffff; @p ld.global.b16 {name}, [a]; @p add.u64 a, a, 2;",
-            ]
-        lines.append(f"mov.b32 ${word}, {{lo, hi}};")
-    lines.append("}")
-    return "\n".join(lines), ",".join(["=&r"] * words + ["r", "l"])
+    stored: ``4 * groups`` halves from the lane's flags and the address of the warp's first entry. The
+    warp's lanes find their places by a prefix sum."""
+    halves = 4 * groups
+    flags, entries = halves, halves + 1
+    lines = [
+        "{ .reg .pred p; .reg .b32 f, n, t, x; .reg .b64 a;",
+        f"popc.b32 n, ${flags}; mov.b32 x, n;",
+        *(
+            f"shfl.sync.up.b32 t|p, x, {step}, 0, -1; @p add.u32 x, x, t;"
+            for step in (1, 2, 4, 8, 16)
+        ),
+        "sub.u32 x, x, n; shl.b32 x, x, 1;",
+    ]
+    for half in range(halves):
+        lines += [
+            f"and.b32 f, ${flags}, {1 << half}; setp.ne.u32 p, f, 0; mov.b32 ${half}, 0xffff;",
+            f"cvt.u64.u32 a, x; add.u64 a, a, ${entries};",
+            f"@p ld.global.u16 ${half}, [a]; @p add.u32 x, x, 2;",
+        ]
+    return "\n".join([*lines, "}"]), ",".join(["=&r"] * halves + ["r", "l"])
 
 
 def _constants(make: Any) -> dict[int, Any]:
@@ -167,38 +183,54 @@ def _constants(make: Any) -> dict[int, Any]:
 
 
 @triton.jit
-def escape_words(pool_ptr, flags, first, GROUPS: tl.constexpr, PTX: tl.constexpr):
-    """Code bit 3 of one tile: ``[128, 2 * GROUPS]`` words, keys' groups first.
+def load_halves(pool_ptr, flags, first, GROUPS: tl.constexpr, PTX: tl.constexpr):
+    """The halves of one tile's escape words: ``[128, 4 * GROUPS]``, 16 bits each in int32.
 
-    ``flags`` int32 ``[128]``: bit ``2 * word + half`` says that this half is stored; ``first`` int32
-    ``[128]``: the lane's first entry in the pool (int16).
+    ``flags`` int32 ``[128]``: bit ``n`` says that half ``n`` is stored; ``first`` int32 ``[128]``: the
+    warp's first entry in the pool (int16).
     """
     if PTX:
-        address = (pool_ptr + first.to(tl.uint32)).to(tl.int64)
+        at = (pool_ptr + first).to(tl.int64)
         if GROUPS == 1:
-            a, b = tl.inline_asm_elementwise(
-                ESCAPES_1, ESCAPES_IO_1, [flags, address], (tl.int32,) * 2, True, 1
-            )
-            return tl.join(a, b)
-        elif GROUPS == 2:
             a, b, c, d = tl.inline_asm_elementwise(
-                ESCAPES_2, ESCAPES_IO_2, [flags, address], (tl.int32,) * 4, True, 1
+                ESCAPES_1, ESCAPES_IO_1, [flags, at], (tl.int32,) * 4, True, 1
             )
             return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [128, 4])
-        else:
+        elif GROUPS == 2:
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-                ESCAPES_4, ESCAPES_IO_4, [flags, address], (tl.int32,) * 8, True, 1
+                ESCAPES_2, ESCAPES_IO_2, [flags, at], (tl.int32,) * 8, True, 1
             )
-            even = tl.join(tl.join(a, e), tl.join(c, g))
-            odd = tl.join(tl.join(b, f), tl.join(d, h))
-            return tl.reshape(tl.join(even, odd), [128, 8])
+            return _eight(a, b, c, d, e, f, g, h)
+        else:
+            a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, r = tl.inline_asm_elementwise(
+                ESCAPES_4, ESCAPES_IO_4, [flags, at], (tl.int32,) * 16, True, 1
+            )
+            even = _eight(a, c, e, g, i, k, m, o)
+            odd = _eight(b, d, f, h, j, l, n, r)
+            return tl.reshape(tl.join(even, odd), [128, 16])
     else:
+        per_warp = tl.reshape(population_count(flags), [4, 32])
+        first += tl.reshape(tl.cumsum(per_warp, 1) - per_warp, [128])
         unit = tl.arange(0, 4 * GROUPS)[None, :]
         rank = population_count(flags[:, None] & ((1 << unit) - 1))
         stored = ((flags[:, None] >> unit) & 1) != 0
         entry = tl.load(pool_ptr + first[:, None] + rank, mask=stored, other=-1)
-        low, high = tl.split(tl.reshape(entry.to(tl.int32), [128, 2 * GROUPS, 2]))
-        return (low & 0xFFFF) | (high << 16)
+        return entry.to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _eight(a, b, c, d, e, f, g, h):
+    """Eight ``[128]`` as ``[128, 8]``."""
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    return tl.reshape(tl.join(even, odd), [128, 8])
+
+
+@triton.jit
+def escape_words(halves, GROUPS: tl.constexpr):
+    """``[128, 4 * GROUPS]`` halves -> ``[128, 2 * GROUPS]`` words, keys' groups first."""
+    low, high = tl.split(tl.reshape(halves, [128, 2 * GROUPS, 2]))
+    return low | (high << 16)
 
 
 @triton.jit
@@ -393,21 +425,15 @@ def load_flags(words, tile, lane, GROUPS: tl.constexpr):
 
 @triton.jit
 def load_escapes(pool_ptr, flags, place, counts, GROUPS: tl.constexpr, PTX: tl.constexpr):
-    """Escape words of a tile, and each warp's first key patch and first value patch."""
-    if PTX:
-        count = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [flags], tl.int32, True, 1)
-    else:
-        count = population_count(flags)
-    per_warp = tl.reshape(count, [4, 32])
-    before = tl.reshape(tl.cumsum(per_warp, 1) - per_warp, [128])
+    """Halves of the escape words of a tile, and each warp's first key patch and first value patch."""
     keys = counts & 255
     values = counts >> 8
-    first = (place + keys + values) * 2 + before
-    escapes = escape_words(pool_ptr, flags, first, GROUPS, PTX)
+    first = (place + keys + values) * 2
+    halves = load_halves(pool_ptr, flags, first, GROUPS, PTX)
     words = pool_ptr.to(tl.pointer_type(tl.int32)) + place
     key_patch = tl.load(words, mask=keys > 0, other=0)
     value_patch = tl.load(words + keys, mask=values > 0, other=0)
-    return escapes, key_patch, value_patch
+    return halves, key_patch, value_patch
 
 
 @triton.jit

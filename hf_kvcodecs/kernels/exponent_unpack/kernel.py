@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ..register_words import (
+    escape_words,
     kinds,
     lane_bases,
     load_escapes,
@@ -57,13 +58,13 @@ def _unpack_kernel(
         for tile in tl.static_range(2):
             words = slot + tile * (11 * CHUNK) + offs_w
             flags, place, counts = load_flags(meta, tile, lane, GROUPS)
-            escapes, key_patch, value_patch = load_escapes(
+            halves, key_patch, value_patch = load_escapes(
                 pool_ptr, flags, place, counts, GROUPS, PTX
             )
             patches = pool_ptr.to(tl.pointer_type(tl.int32)) + place
             n0, n1, n2, n3 = nibble_words(
                 tl.load(words + 8 * CHUNK), tl.load(words + 9 * CHUNK),
-                tl.load(words + 10 * CHUNK), escapes, PTX,
+                tl.load(words + 10 * CHUNK), escape_words(halves, GROUPS), PTX,
             )  # fmt: skip
             kn0, vn0 = kinds(n0, GROUPS)
             kn1, vn1 = kinds(n1, GROUPS)

@@ -110,10 +110,8 @@ def packed_attention(
         if value is not None and not value > 0:
             raise ValueError(f"{name}: expected None or a positive number, got {value}")
 
-    def rows(x: torch.Tensor | None, default: int) -> torch.Tensor:
-        if x is None:
-            return torch.full((batch,), default, dtype=torch.int32, device=q.device)
-        return x.to(device=q.device, dtype=torch.int32)
+    def rows(x: torch.Tensor | None, default: int) -> torch.Tensor | int:
+        return default if x is None else x.to(device=q.device, dtype=torch.int32)
 
     from .kernel import _merge_kernel, _packed_attention_kernel
 
@@ -139,7 +137,8 @@ def packed_attention(
             scale if softcap else scale * math.log2(math.e), softcap or 0.0,
             q_heads, q_tokens, table_blocks, splits,
             *q.stride()[:3], *tail_keys.stride()[:3], *tail_values.stride()[:3],
-            KV_HEADS=kv_heads, HEAD_DIM=head_dim, D=width, N=block_n, WINDOW=window or 0,
+            KV_HEADS=kv_heads, HEAD_DIM=head_dim, D=width, N=block_n, LENGTHS=lengths is not None, SEALED=sealed is not None, STARTS=starts is not None,
+            WINDOW=window or 0,
             MASKED=q_tokens > 1 or window is not None or starts is not None or sealed is not None,
             SOFTCAP=softcap is not None, PACKED=blocks.packable, SLOT=blocks.words.shape[1],
             STAGES=STAGES, **options, **EXTRA, **_resources(q.device, head_dim, block_n),

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ..register_words import (
+    escape_words,
     kinds,
     lane_bases,
     load_escapes,
@@ -66,6 +67,9 @@ def _dense_tiles(
         k_rows = tl.multiple_of(offs_t * tl.where(in_tail, stride_kt, HEAD_DIM), 8)
         v_rows = tl.multiple_of(offs_t * tl.where(in_tail, stride_vt, HEAD_DIM), 8)
         keys = tl.load(k_at + k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)  # [64, D]
+        # Through registers: with keys and weights in turn in one piece of shared memory, ptxas 12
+        # computes the second one's descriptor from a register that it never sets.
+        keys = tl.where(mask, keys, 0.0)
         values = tl.load(v_at + v_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
         if UPCAST:
             scores = tl.dot(keys.to(tl.float32), q.to(tl.float32))
@@ -89,10 +93,11 @@ def _dense_tiles(
 @triton.jit
 def _packed_attention_kernel(
     q_ptr, words_ptr, pool_ptr, table_ptr, raw_ptr, raw_list_ptr, raw_count_ptr,
-    tail_k_ptr, tail_v_ptr, lengths_ptr, sealed_ptr, starts_ptr, part_ptr, stat_ptr,
+    tail_k_ptr, tail_v_ptr, lengths, sealed_blocks, starts, part_ptr, stat_ptr,
     scale, softcap, q_heads, q_tokens, table_blocks, splits,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    LENGTHS: tl.constexpr, SEALED: tl.constexpr, STARTS: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, SLOT: tl.constexpr,
     STAGES: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr, DENSE: tl.constexpr = 2,
 ):  # fmt: skip
@@ -109,9 +114,19 @@ def _packed_attention_kernel(
     mask_n = offs_n < group * q_tokens
     query = offs_n // group
 
-    length = tl.load(lengths_ptr + batch)
-    sealed = tl.load(sealed_ptr + batch)
-    start = tl.load(starts_ptr + batch)
+    # Each is either one number for all rows or a tensor with one per row.
+    if LENGTHS:
+        length = tl.load(lengths + batch)
+    else:
+        length = lengths
+    if SEALED:
+        sealed = tl.load(sealed_blocks + batch)
+    else:
+        sealed = sealed_blocks
+    if STARTS:
+        start = tl.load(starts + batch)
+    else:
+        start = starts
     position_q = length - q_tokens + query  # [N]
     oldest = start
     if WINDOW:
@@ -154,22 +169,22 @@ def _packed_attention_kernel(
         last = tl.maximum(end - 1, 0)
         # Flags run two tiles ahead of the arithmetic, escapes one.
         at = tl.minimum(begin, last)
-        slot_ahead = tl.maximum(tl.load(table + at // 2), 0).to(tl.int64)
+        slot_ahead = tl.maximum(tl.load(table + (at >> 1)), 0).to(tl.int64)
         flags, place, counts = load_flags(
-            words_ptr + META + slot_ahead * SLOT, at % 2, lane, GROUPS
+            words_ptr + META + slot_ahead * SLOT, at & 1, lane, GROUPS
         )
-        escapes, key_patch, value_patch = load_escapes(
+        halves, key_patch, value_patch = load_escapes(
             pool_ptr, flags, place, counts, GROUPS, PTX
         )
         at = tl.minimum(begin + 1, last)
-        slot_ahead = tl.maximum(tl.load(table + at // 2), 0).to(tl.int64)
+        slot_ahead = tl.maximum(tl.load(table + (at >> 1)), 0).to(tl.int64)
         flags, next_place, next_counts = load_flags(
-            words_ptr + META + slot_ahead * SLOT, at % 2, lane, GROUPS
+            words_ptr + META + slot_ahead * SLOT, at & 1, lane, GROUPS
         )
         for t in tl.range(begin, end, num_stages=STAGES):
-            entry = tl.load(table + t // 2)
+            entry = tl.load(table + (t >> 1))
             slot = tl.maximum(entry, 0).to(tl.int64)
-            tile = words_ptr + slot * SLOT + (t % 2) * (11 * CHUNK) + offs_w
+            tile = words_ptr + slot * SLOT + (t & 1) * (11 * CHUNK) + offs_w
             k0 = tl.load(tile)
             k1 = tl.load(tile + CHUNK)
             k2 = tl.load(tile + 2 * CHUNK)
@@ -182,20 +197,21 @@ def _packed_attention_kernel(
             h1 = tl.load(tile + 9 * CHUNK)
             h2 = tl.load(tile + 10 * CHUNK)
             meta = words_ptr + slot * SLOT + META
-            factors = tl.load(meta + 32 * GROUPS + 16 + offs_f)
+            factors = tl.load(meta + 32 * GROUPS + 16 + tl.arange(0, 32 * GROUPS))
+            factors = tl.reshape(factors, [4, 8 * GROUPS])
             value_bases = (meta + 32 * GROUPS + 16 + D // 2).to(tl.pointer_type(tl.uint8))
             low_base = lane_bases(value_bases, lane, GROUPS)
             high_base = lane_bases(value_bases + 8, lane, GROUPS)
-            next_escapes, next_key_patch, next_value_patch = load_escapes(
+            next_halves, next_key_patch, next_value_patch = load_escapes(
                 pool_ptr, flags, next_place, next_counts, GROUPS, PTX
             )
             at = tl.minimum(t + 2, last)
-            slot_ahead = tl.maximum(tl.load(table + at // 2), 0).to(tl.int64)
+            slot_ahead = tl.maximum(tl.load(table + (at >> 1)), 0).to(tl.int64)
             flags, place_ahead, counts_ahead = load_flags(
-                words_ptr + META + slot_ahead * SLOT, at % 2, lane, GROUPS
+                words_ptr + META + slot_ahead * SLOT, at & 1, lane, GROUPS
             )
 
-            n0, n1, n2, n3 = nibble_words(h0, h1, h2, escapes, PTX)
+            n0, n1, n2, n3 = nibble_words(h0, h1, h2, escape_words(halves, GROUPS), PTX)
             kn0, vn0 = kinds(n0, GROUPS)
             kn1, vn1 = kinds(n1, GROUPS)
             kn2, vn2 = kinds(n2, GROUPS)
@@ -232,11 +248,12 @@ def _packed_attention_kernel(
                 acc = tl.dot(values.to(tl.float32), p, acc * alpha[None, :])
             else:
                 acc = tl.dot(values, p.to(tl.bfloat16), acc * alpha[None, :])
-            escapes = next_escapes
+            halves = next_halves
             key_patch = next_key_patch
             value_patch = next_value_patch
-            place = next_place
-            counts = next_counts
+            # Triton pipelines no loop that hands a value on as it is: hence the idle masks.
+            place = next_place & 0x7FFFFFFF
+            counts = next_counts & 0xFFFF
             next_place = place_ahead
             next_counts = counts_ahead
 
