@@ -16,6 +16,7 @@ MAX_GROUP = 16
 MAX_SPLITS = 256
 STAGES = 4
 EXTRA = {}
+PDL = True
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
 __all__ = ["packed_attention", "unsupported_reason"]
@@ -128,6 +129,8 @@ def packed_attention(
     scale = head_dim**-0.5 if scale is None else scale
     width = max(_next_power_of_2(head_dim), 64)
     options = launch_options(q.device)
+    # Programmatic dependent launch: the merge's launch overlaps with the end of the main kernel.
+    pdl = PDL and options["PTX"] and _capability(q.device) >= 9
     with on_device(q.device):
         _packed_attention_kernel[(splits, batch * kv_heads, column_tiles)](
             q, blocks.words, blocks.pool, blocks.table, blocks.raw.view(torch.bfloat16),
@@ -141,13 +144,16 @@ def packed_attention(
             WINDOW=window or 0,
             MASKED=q_tokens > 1 or window is not None or starts is not None or sealed is not None,
             SOFTCAP=softcap is not None, PACKED=blocks.packable, SLOT=blocks.words.shape[1],
-            STAGES=STAGES, **options, **EXTRA, **_resources(q.device, head_dim, block_n),
+            STAGES=STAGES, PDL=pdl, **options, **EXTRA, **_resources(q.device, head_dim, block_n),
         )  # fmt: skip
-        _merge_kernel[(batch * kv_heads, columns)](
+        # Few heads: share out their channels too, so that the merge fills more of the device.
+        block_d = 32 if batch * q_heads * q_tokens <= 128 else width
+        _merge_kernel[(batch * kv_heads, columns, -(-head_dim // block_d))](
             part, stat, q if sinks is None else sinks, out, q_heads, q_tokens, splits,
             *out.stride()[:3],
-            KV_HEADS=kv_heads, HEAD_DIM=head_dim, D=width, S=_next_power_of_2(splits),
-            SINKS=sinks is not None, num_warps=4 if splits <= 64 else 8,
+            KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, S=_next_power_of_2(splits),
+            SINKS=sinks is not None, PDL=pdl, num_warps=4 if splits <= 64 else 8,
+            **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return out
 
@@ -168,6 +174,11 @@ def _resources(device: torch.device, head_dim: int, block_n: int) -> dict[str, i
         return {"num_warps": 4}
     limit = 168 if block_n == 16 and head_dim <= 128 else 255
     return {"num_warps": 4, "maxnreg": limit}
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 @functools.cache

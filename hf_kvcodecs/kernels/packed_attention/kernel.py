@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..register_words import (
     escape_words,
@@ -99,7 +100,7 @@ def _packed_attention_kernel(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
     LENGTHS: tl.constexpr, SEALED: tl.constexpr, STARTS: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, SLOT: tl.constexpr,
-    STAGES: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr, DENSE: tl.constexpr = 2,
+    STAGES: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr, DENSE: tl.constexpr = 2,
 ):  # fmt: skip
     GROUPS: tl.constexpr = D // 64
     CHUNK: tl.constexpr = 256 * GROUPS
@@ -264,6 +265,8 @@ def _packed_attention_kernel(
             tail_tokens, sealed, scale, softcap, position_q, start,
             HEAD_DIM, D, WINDOW, SOFTCAP, UPCAST,
         )  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     out = (row.to(tl.int64) * (group * q_tokens) + offs_n) * splits + split
     tl.store(
         part_ptr + out[None, :] * HEAD_DIM + offs_d[:, None],
@@ -278,17 +281,19 @@ def _packed_attention_kernel(
 def _merge_kernel(
     part_ptr, stat_ptr, sinks_ptr, out_ptr, q_heads, q_tokens, splits,
     stride_ob, stride_oh, stride_ot,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
-    SINKS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The softmax over all splits of one query head and token, attention sinks included."""
     row = tl.program_id(0)
     column = tl.program_id(1)
     group = q_heads // KV_HEADS
     offs_s = tl.arange(0, S)
-    offs_d = tl.arange(0, D)
+    offs_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_s = offs_s < splits
     mask = mask_s[:, None] & (offs_d < HEAD_DIM)[None, :]
+    if PDL:
+        gdc_wait()
     at = (row.to(tl.int64) * (group * q_tokens) + column) * splits + offs_s
     m = tl.load(stat_ptr + at * 2, mask=mask_s, other=-1.0e30)
     total = tl.load(stat_ptr + at * 2 + 1, mask=mask_s, other=0.0)
