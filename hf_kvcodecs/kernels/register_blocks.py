@@ -37,7 +37,7 @@ A slot is int32 words:
   how many patches it begins with: the keys' in bits 0-7, the values' in 8-15.
 - key factors, D/2 words: ``2**(base - 15)`` as bf16, channels in the lanes' order: word ``((j G +
   u) 4 + i) 2 + khi`` holds those of the two numbers ``h``.
-- value bases, D bytes.
+- value bases, D bytes: byte ``((w 8 + g) G + u) 2 + hi8``.
 
 A warp's part of the pool is its key patches, its value patches, then the flagged halves, lane by
 lane, padded with ones to 32 bits. A patch is a 32-bit word: the number in bits 0-15, the lane in

@@ -155,7 +155,8 @@ def _encode(
     factors = factors.view(G, 4, 2, 4, 2).permute(3, 0, 1, 2, 4).reshape(-1, 2)  # j u i khi h
     meta[: 32 * G] = _words(flag_bytes)
     meta[32 * G + 16 :][: D // 2] = factors[:, 0] | factors[:, 1] << 16
-    meta[32 * G + 16 + D // 2 :] = _words(base[1, 0])
+    value_bases = base[1, 0].view(G, 4, 2, 8).permute(1, 3, 0, 2).flatten()  # w g u hi8
+    meta[32 * G + 16 + D // 2 :] = _words(value_bases)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
     size = words.nbytes + 4 * len(pool)
     return None if size >= pair.nbytes else (words, pool, records)
@@ -183,7 +184,8 @@ def _decode(blocks: RegisterBlocks, slot: int) -> torch.Tensor:
     factors = meta[32 * G + 16 :][: D // 2]
     factors = torch.stack([factors & 0xFFFF, factors >> 16], -1).view(4, G, 4, 2, 2)
     key_base = (factors.permute(1, 2, 3, 0, 4).reshape(1, D) >> 7) - 112
-    base = torch.stack([key_base, _bytes(meta[32 * G + 16 + D // 2 :]).view(1, D)])
+    value_base = _bytes(meta[32 * G + 16 + D // 2 :]).view(4, 8, G, 2).permute(2, 0, 3, 1)
+    base = torch.stack([key_base, value_base.reshape(1, D)])
     code = torch.empty(2, BLOCK_TOKENS, D, dtype=torch.int64)
     kept = torch.empty_like(code)
     patches: list[tuple[int, int, int, int]] = []

@@ -108,16 +108,16 @@ def _patch_ptx(groups: int) -> tuple[str, str]:
     """PTX and constraints that write patches over the ``16 * groups`` registers of one tensor.
 
     Operands: the registers (tensor ``i * 4 + r`` of 16, ``groups`` of each; tied), then per group
-    again: the first patch word, the number of patches, the address of the first. A warp without
-    patches takes one branch; with one, a tree of uniform branches finds its register.
+    again: the number of patches, the address of the first. A warp without patches takes one branch;
+    with one, a tree of uniform branches finds its register.
     """
     registers = 16 * groups
-    word, count, address = (2 * registers + n * groups for n in range(3))
+    count, address = 2 * registers, 2 * registers + groups
     lines = [
         "{ .reg .pred p, q; .reg .b32 k, w, e, v, s; .reg .b64 a;",
         f"setp.eq.s32 p, ${count}, 0; @p bra DONE;",
-        f"mov.b32 w, ${word}; mov.b32 k, 0; mov.b64 a, ${address};",
-        "LOOP: bfe.u32 e, w, 16, 5; mov.u32 v, %laneid; setp.eq.u32 q, e, v; shr.u32 e, w, 22;",
+        f"mov.b32 k, 0; mov.b64 a, ${address};",
+        "LOOP: ld.global.b32 w, [a]; bfe.u32 e, w, 16, 5; mov.u32 v, %laneid; setp.eq.u32 q, e, v; shr.u32 e, w, 22;",
         "and.b32 v, w, 0x200000; setp.ne.u32 p, v, 0; selp.b32 s, 0x5410, 0x3254, p;",
         "selp.b32 s, s, 0x3210, q;",
     ]
@@ -141,10 +141,10 @@ def _patch_ptx(groups: int) -> tuple[str, str]:
     tree(0, registers)
     lines += [
         f"NEXT: add.u32 k, k, 1; setp.ge.s32 p, k, ${count}; @p bra DONE;",
-        "add.u64 a, a, 4; ld.global.b32 w, [a]; bra LOOP; DONE: }",
+        "add.u64 a, a, 4; bra LOOP; DONE: }",
     ]
     tied = [str(register) for register in range(registers)]
-    constraints = ["=r"] * registers + tied + ["r"] * (2 * groups) + ["l"] * groups
+    constraints = ["=r"] * registers + tied + ["r"] * groups + ["l"] * groups
     return "\n".join(lines), ",".join(constraints)
 
 
@@ -249,6 +249,20 @@ def decode_registers(w0, w1, w2, w3, n0, n1, n2, n3, GROUPS: tl.constexpr, PTX: 
 
 
 @triton.jit
+def chunks(words, GROUPS: tl.constexpr):
+    """``[8, 128, 2 * GROUPS]`` -> its eight chunks."""
+    x = tl.reshape(tl.permute(words, (1, 2, 0)), [128, 2 * GROUPS, 2, 2, 2])
+    even, odd = tl.split(x)
+    even_low, even_high = tl.split(even)
+    odd_low, odd_high = tl.split(odd)
+    c0, c4 = tl.split(even_low)
+    c2, c6 = tl.split(even_high)
+    c1, c5 = tl.split(odd_low)
+    c3, c7 = tl.split(odd_high)
+    return c0, c1, c2, c3, c4, c5, c6, c7
+
+
+@triton.jit
 def kinds(words, GROUPS: tl.constexpr):
     """``[128, 2 * GROUPS]`` -> the keys' and the values' ``[128, GROUPS]``."""
     return tl.split(tl.permute(tl.reshape(words, [128, 2, GROUPS]), (0, 2, 1)))
@@ -282,18 +296,17 @@ def value_tile(x, GROUPS: tl.constexpr):
 @triton.jit
 def patch_registers(
     r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, ra, rb, rc, rd, re, rf,
-    word, count, address, lane, GROUPS: tl.constexpr, PTX: tl.constexpr,
+    count, address, lane, GROUPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The values' registers with each warp's patches written over them.
 
-    ``word`` int32, ``count`` int32, ``address`` (pointer to int32), each ``[128]``: the first
-    patch, how many there are, where the first lies.
+    ``count`` int32 and ``address`` (pointer to int32), each ``[128]``: how many patches there are,
+    where the first lies.
     """
     if PTX:
-        word = tl.broadcast_to(word[:, None], [128, GROUPS])
         number = tl.broadcast_to(count[:, None], [128, GROUPS])
         place = tl.broadcast_to(address.to(tl.int64)[:, None], [128, GROUPS])
-        operands = [r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, ra, rb, rc, rd, re, rf, word, number, place]  # fmt: skip
+        operands = [r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, ra, rb, rc, rd, re, rf, number, place]  # fmt: skip
         if GROUPS == 1:
             return tl.inline_asm_elementwise(PATCH_1, PATCH_IO_1, operands, (tl.int32,) * 16, True, 1)
         elif GROUPS == 2:
@@ -364,7 +377,7 @@ def key_factors(words, GROUPS: tl.constexpr):
 
 @triton.jit
 def register_keys(
-    w0, w1, w2, w3, n0, n1, n2, n3, factors, patch, patches, place, lane,
+    w0, w1, w2, w3, n0, n1, n2, n3, factors, patches, place, lane,
     GROUPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Keys ``[64 tokens, D]`` bf16, exact: times their channels' factors, misfits patched in."""
@@ -381,7 +394,7 @@ def register_keys(
     o, r = _pairs_times(o, f6, PTX), _pairs_times(r, f6, PTX)
     s, u = _pairs_times(s, f7, PTX), _pairs_times(u, f7, PTX)
     a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = patch_registers(  # noqa: E741
-        a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u, patch, patches, place, lane, GROUPS, PTX
+        a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u, patches, place, lane, GROUPS, PTX
     )
     x = numbers(a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u)
     return key_tile(x, GROUPS).to(tl.bfloat16, bitcast=True)
@@ -389,7 +402,7 @@ def register_keys(
 
 @triton.jit
 def register_values(
-    w0, w1, w2, w3, n0, n1, n2, n3, low_base, high_base, patch, patches, place, lane,
+    w0, w1, w2, w3, n0, n1, n2, n3, low_base, high_base, patches, place, lane,
     GROUPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Values ``[D, 64 tokens]`` bf16, exact: bases ``[128, GROUPS]`` of channels hi8 = 0 and 1
@@ -402,7 +415,7 @@ def register_values(
     i, j, k, l = i + low_base, j + high_base, k + low_base, l + high_base  # noqa: E741
     o, r, s, u = o + low_base, r + high_base, s + low_base, u + high_base
     a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = patch_registers(  # noqa: E741
-        a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u, patch, patches, place, lane, GROUPS, PTX
+        a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u, patches, place, lane, GROUPS, PTX
     )
     x = numbers(a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u)
     return value_tile(x, GROUPS).to(tl.bfloat16, bitcast=True)
@@ -425,28 +438,34 @@ def load_flags(words, tile, lane, GROUPS: tl.constexpr):
 
 @triton.jit
 def load_escapes(pool_ptr, flags, place, counts, GROUPS: tl.constexpr, PTX: tl.constexpr):
-    """Halves of the escape words of a tile, and each warp's first key patch and first value patch."""
-    keys = counts & 255
-    values = counts >> 8
-    first = (place + keys + values) * 2
-    halves = load_halves(pool_ptr, flags, first, GROUPS, PTX)
-    words = pool_ptr.to(tl.pointer_type(tl.int32)) + place
-    key_patch = tl.load(words, mask=keys > 0, other=0)
-    value_patch = tl.load(words + keys, mask=values > 0, other=0)
-    return halves, key_patch, value_patch
+    """Halves of the escape words of a tile; they lie behind the warps' patches."""
+    first = (place + (counts & 255) + (counts >> 8)) * 2
+    return load_halves(pool_ptr, flags, first, GROUPS, PTX)
+
+
+@triton.jit
+def _byte_base(words, shift):
+    return ((words >> shift) & 0xFF) * 0x800080 - 15 * 0x800080
 
 
 @triton.jit
 def lane_bases(bases_ptr, lane, GROUPS: tl.constexpr):
-    """The base of each lane's channels ``64 group + 16 warp + lane / 4`` as ``[128, GROUPS]``,
-    less 15, in the exponent field of both halves."""
-    ptr = bases_ptr + (lane // 32) * 16 + (lane % 32) // 4
+    """The bases of each lane's channels, hi8 = 0 and 1, as ``[128, GROUPS]``: less 15, in the
+    exponent field of both halves."""
+    row = lane // 32 * 8 + lane % 32 // 4
     if GROUPS == 1:
-        base = tl.load(ptr)[:, None]
+        words = tl.load(bases_ptr.to(tl.pointer_type(tl.uint16)) + row).to(tl.int32)
+        return _byte_base(words, 0)[:, None], _byte_base(words, 8)[:, None]
     elif GROUPS == 2:
-        base = tl.join(tl.load(ptr), tl.load(ptr + 64))
+        words = tl.load(bases_ptr + row)
+        low = tl.join(_byte_base(words, 0), _byte_base(words, 16))
+        return low, tl.join(_byte_base(words, 8), _byte_base(words, 24))
     else:
-        even = tl.join(tl.load(ptr), tl.load(ptr + 128))
-        odd = tl.join(tl.load(ptr + 64), tl.load(ptr + 192))
-        base = tl.reshape(tl.join(even, odd), [128, 4])
-    return base.to(tl.int32) * 0x800080 - 15 * 0x800080
+        words = tl.load(bases_ptr + row * 2)
+        more = tl.load(bases_ptr + row * 2 + 1)
+        low_even = tl.join(_byte_base(words, 0), _byte_base(more, 0))
+        low_odd = tl.join(_byte_base(words, 16), _byte_base(more, 16))
+        high_even = tl.join(_byte_base(words, 8), _byte_base(more, 8))
+        high_odd = tl.join(_byte_base(words, 24), _byte_base(more, 24))
+        low = tl.reshape(tl.join(low_even, low_odd), [128, 4])
+        return low, tl.reshape(tl.join(high_even, high_odd), [128, 4])

@@ -85,7 +85,7 @@ def register_pack(keys: torch.Tensor, values: torch.Tensor, blocks: RegisterBloc
     from .kernel import _pack_kernel
 
     bases = torch.empty(
-        (batch * kv_heads * count, blocks.head_dim), dtype=torch.uint8, device=keys.device
+        (batch * kv_heads * count, 2 * blocks.head_dim), dtype=torch.uint8, device=keys.device
     )
     keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
     with on_device(keys.device):

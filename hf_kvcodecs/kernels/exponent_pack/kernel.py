@@ -189,8 +189,9 @@ def _pack_kernel(
         slot = row.to(tl.int64) * table_blocks + number
         words = words_ptr + slot * SLOT
         meta = words + 22 * CHUNK
-        value_bases = (meta + 32 * GROUPS + 16 + D // 2).to(tl.pointer_type(tl.uint8))
-        key_bases = bases_ptr + (row.to(tl.int64) * tl.num_programs(1) + block) * D
+        # Bases in the channels' order, for this kernel alone.
+        key_bases = bases_ptr + (row.to(tl.int64) * tl.num_programs(1) + block) * (2 * D)
+        value_bases = key_bases + D
         highest_key = tl.zeros([D], tl.int32)
         highest_value = tl.full([D], 15, tl.int32)
         for part in range(4):
@@ -211,6 +212,9 @@ def _pack_kernel(
         low = (tl.load(key_bases + channel).to(tl.int32) + 112) << 7
         high = (tl.load(key_bases + channel + 1).to(tl.int32) + 112) << 23
         tl.store(meta + 32 * GROUPS + 16 + word, low | high)
+        byte = (offs_d % 64 // 16 * 8 + offs_d % 8) * GROUPS + offs_d // 64  # w g u
+        lane_bases = (meta + 32 * GROUPS + 16 + D // 2).to(tl.pointer_type(tl.uint8))
+        tl.store(lane_bases + byte * 2 + offs_d % 16 // 8, highest_value.to(tl.uint8))
         halves0 = tl.zeros([128, 4 * GROUPS], tl.int32)
         halves1 = halves0
         flags = tl.zeros([128], tl.int32)

@@ -50,17 +50,13 @@ def _unpack_kernel(
         offs_w = lane[:, None] * (2 * GROUPS) + tl.arange(0, 2 * GROUPS)[None, :]
         slot = words_ptr + entry.to(tl.int64) * SLOT
         meta = slot + META
-        bases = (meta + 32 * GROUPS + 16 + D // 2).to(tl.pointer_type(tl.uint8))
-        low_base = lane_bases(bases, lane, GROUPS)
-        high_base = lane_bases(bases + 8, lane, GROUPS)
+        low_base, high_base = lane_bases(meta + 32 * GROUPS + 16 + D // 2, lane, GROUPS)
         offs_f = tl.arange(0, 4)[:, None] * (8 * GROUPS) + tl.arange(0, 8 * GROUPS)[None, :]
         factors = tl.load(meta + 32 * GROUPS + 16 + offs_f)
         for tile in tl.static_range(2):
             words = slot + tile * (11 * CHUNK) + offs_w
             flags, place, counts = load_flags(meta, tile, lane, GROUPS)
-            halves, key_patch, value_patch = load_escapes(
-                pool_ptr, flags, place, counts, GROUPS, PTX
-            )
+            halves = load_escapes(pool_ptr, flags, place, counts, GROUPS, PTX)
             patches = pool_ptr.to(tl.pointer_type(tl.int32)) + place
             n0, n1, n2, n3 = nibble_words(
                 tl.load(words + 8 * CHUNK), tl.load(words + 9 * CHUNK),
@@ -73,7 +69,7 @@ def _unpack_kernel(
             x = register_keys(
                 tl.load(words), tl.load(words + CHUNK), tl.load(words + 2 * CHUNK),
                 tl.load(words + 3 * CHUNK), kn0, kn1, kn2, kn3, factors,
-                key_patch, counts & 255, patches, lane, GROUPS, PTX,
+                counts & 255, patches, lane, GROUPS, PTX,
             )  # fmt: skip
             at = key + (tile * 64 + offs_t)[:, None] * stride_kt + offs_d[None, :]
             tl.store(at, x.to(tl.int16, bitcast=True))
@@ -81,7 +77,7 @@ def _unpack_kernel(
                 tl.load(words + 4 * CHUNK), tl.load(words + 5 * CHUNK),
                 tl.load(words + 6 * CHUNK), tl.load(words + 7 * CHUNK),
                 vn0, vn1, vn2, vn3, low_base, high_base,
-                value_patch, counts >> 8, patches + (counts & 255), lane, GROUPS, PTX,
+                counts >> 8, patches + (counts & 255), lane, GROUPS, PTX,
             )  # fmt: skip
             at = value + (tile * 64 + offs_t)[None, :] * stride_vt + offs_d[:, None]
             tl.store(at, x.to(tl.int16, bitcast=True))

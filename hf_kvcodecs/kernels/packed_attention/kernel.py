@@ -7,6 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..register_words import (
+    chunks,
     escape_words,
     kinds,
     lane_bases,
@@ -161,7 +162,7 @@ def _packed_attention_kernel(
     if PACKED:
         lane = tl.arange(0, 128)
         offs_w = lane[:, None] * (2 * GROUPS) + tl.arange(0, 2 * GROUPS)[None, :]
-        offs_f = tl.arange(0, 4)[:, None] * (8 * GROUPS) + tl.arange(0, 8 * GROUPS)[None, :]
+        offs_c = tl.arange(0, 8)[:, None, None] * CHUNK
         words_pool = pool_ptr.to(tl.pointer_type(tl.int32))
         first_tile = oldest // 64
         count = tl.maximum(sealed * 2 - first_tile, 0)
@@ -174,9 +175,7 @@ def _packed_attention_kernel(
         flags, place, counts = load_flags(
             words_ptr + META + slot_ahead * SLOT, at & 1, lane, GROUPS
         )
-        halves, key_patch, value_patch = load_escapes(
-            pool_ptr, flags, place, counts, GROUPS, PTX
-        )
+        halves = load_escapes(pool_ptr, flags, place, counts, GROUPS, PTX)
         at = tl.minimum(begin + 1, last)
         slot_ahead = tl.maximum(tl.load(table + (at >> 1)), 0).to(tl.int64)
         flags, next_place, next_counts = load_flags(
@@ -186,26 +185,16 @@ def _packed_attention_kernel(
             entry = tl.load(table + (t >> 1))
             slot = tl.maximum(entry, 0).to(tl.int64)
             tile = words_ptr + slot * SLOT + (t & 1) * (11 * CHUNK) + offs_w
-            k0 = tl.load(tile)
-            k1 = tl.load(tile + CHUNK)
-            k2 = tl.load(tile + 2 * CHUNK)
-            k3 = tl.load(tile + 3 * CHUNK)
-            v0 = tl.load(tile + 4 * CHUNK)
-            v1 = tl.load(tile + 5 * CHUNK)
-            v2 = tl.load(tile + 6 * CHUNK)
-            v3 = tl.load(tile + 7 * CHUNK)
+            low_words = tl.load(tile[None, :, :] + offs_c)  # [8, 128, 2 GROUPS]
+            k0, k1, k2, k3, v0, v1, v2, v3 = chunks(low_words, GROUPS)
             h0 = tl.load(tile + 8 * CHUNK)
             h1 = tl.load(tile + 9 * CHUNK)
             h2 = tl.load(tile + 10 * CHUNK)
             meta = words_ptr + slot * SLOT + META
             factors = tl.load(meta + 32 * GROUPS + 16 + tl.arange(0, 32 * GROUPS))
             factors = tl.reshape(factors, [4, 8 * GROUPS])
-            value_bases = (meta + 32 * GROUPS + 16 + D // 2).to(tl.pointer_type(tl.uint8))
-            low_base = lane_bases(value_bases, lane, GROUPS)
-            high_base = lane_bases(value_bases + 8, lane, GROUPS)
-            next_halves, next_key_patch, next_value_patch = load_escapes(
-                pool_ptr, flags, next_place, next_counts, GROUPS, PTX
-            )
+            low_base, high_base = lane_bases(meta + 32 * GROUPS + 16 + D // 2, lane, GROUPS)
+            next_halves = load_escapes(pool_ptr, flags, next_place, next_counts, GROUPS, PTX)
             at = tl.minimum(t + 2, last)
             slot_ahead = tl.maximum(tl.load(table + (at >> 1)), 0).to(tl.int64)
             flags, place_ahead, counts_ahead = load_flags(
@@ -219,7 +208,7 @@ def _packed_attention_kernel(
             kn3, vn3 = kinds(n3, GROUPS)
             keys = register_keys(
                 k0, k1, k2, k3, kn0, kn1, kn2, kn3, factors,
-                key_patch, counts & 255, words_pool + place, lane, GROUPS, PTX,
+                counts & 255, words_pool + place, lane, GROUPS, PTX,
             )  # [64, D]  # fmt: skip
             if UPCAST:
                 scores = tl.dot(keys.to(tl.float32), q.to(tl.float32))
@@ -243,15 +232,13 @@ def _packed_attention_kernel(
             m = m_new
             values = register_values(
                 v0, v1, v2, v3, vn0, vn1, vn2, vn3, low_base, high_base,
-                value_patch, counts >> 8, words_pool + place + (counts & 255), lane, GROUPS, PTX,
+                counts >> 8, words_pool + place + (counts & 255), lane, GROUPS, PTX,
             )  # [D, 64]  # fmt: skip
             if UPCAST:
                 acc = tl.dot(values.to(tl.float32), p, acc * alpha[None, :])
             else:
                 acc = tl.dot(values, p.to(tl.bfloat16), acc * alpha[None, :])
             halves = next_halves
-            key_patch = next_key_patch
-            value_patch = next_value_patch
             # Triton pipelines no loop that hands a value on as it is: hence the idle masks.
             place = next_place & 0x7FFFFFFF
             counts = next_counts & 0xFFFF
