@@ -67,9 +67,7 @@ def _pack_block(pair: torch.Tensor, row: int, number: int, blocks: RegisterBlock
             meta[tile * 8 + warp * 2 + 1] = key_patches | value_patches << 8
     slot = row * table.shape[1] + number
     blocks.words[slot] = words
-    blocks.pool.view(torch.int32)[place : place + len(pool)] = torch.tensor(
-        pool, dtype=torch.int32
-    )
+    blocks.pool.view(torch.int32)[place : place + len(pool)] = torch.tensor(pool, dtype=torch.int32)
     blocks.cursors[0] += len(pool)
     table[row, number] = slot
 
@@ -145,9 +143,7 @@ def _encode(
             warps.append((start, *found))
             entries = halves[lanes][stored[lanes]].tolist()
             entries += [0xFFFF] * (len(entries) % 2)
-            pool += [
-                _signed(a | b << 16) for a, b in zip(entries[::2], entries[1::2], strict=True)
-            ]
+            pool += [_signed(a | b << 16) for a, b in zip(entries[::2], entries[1::2], strict=True)]
         records.append(warps)
     meta = words[22 * 256 * G :]
     flag_bytes = torch.stack([(flags >> (8 * n)) & 0xFF for n in range(G)], -1).flatten()
@@ -165,7 +161,9 @@ def _encode(
 def register_unpack_reference(blocks: RegisterBlocks) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`hf_kvcodecs.kernels.exponent_unpack.register_unpack`."""
     batch, heads, capacity = blocks.table.shape
-    out = torch.empty((2, batch * heads, blocks.blocks, BLOCK_TOKENS, blocks.head_dim), dtype=torch.int16)
+    out = torch.empty(
+        (2, batch * heads, blocks.blocks, BLOCK_TOKENS, blocks.head_dim), dtype=torch.int16
+    )
     for row, entries in enumerate(blocks.table.view(-1, capacity)[:, : blocks.blocks].tolist()):
         for n, entry in enumerate(entries):
             out[:, row, n] = blocks.raw[-1 - entry] if entry < 0 else _decode(blocks, entry)

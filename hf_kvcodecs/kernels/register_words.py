@@ -105,27 +105,36 @@ def _two_numbers(low, high):
 
 
 def _patch_ptx(groups: int) -> tuple[str, str]:
-    """PTX and constraints that write patches over the ``16 * groups`` registers of one tensor.
+    """PTX and constraints that write patches over the registers of one tensor.
 
-    Operands: the registers (tensor ``i * 4 + r`` of 16, ``groups`` of each; tied), then per group
-    again: the number of patches, the address of the first. A warp without patches takes one branch;
-    with one, a tree of uniform branches finds its register.
+    Operands, for ``packed`` groups at a time (all of them up to two; else one, since the order in
+    which Triton packs more is its own): 16 registers (number ``i * 4 + r``, tied), the group's
+    number, the number of patches, the address of the first. A warp without patches takes one
+    branch; with one, a tree of uniform branches finds its register.
     """
-    registers = 16 * groups
-    count, address = 2 * registers, 2 * registers + groups
+    packed = groups if groups <= 2 else 1
+    registers = 16 * packed
+    group, count, address = (2 * registers + n * packed for n in range(3))
     lines = [
         "{ .reg .pred p, q; .reg .b32 k, w, e, v, s; .reg .b64 a;",
         f"setp.eq.s32 p, ${count}, 0; @p bra DONE;",
         f"mov.b32 k, 0; mov.b64 a, ${address};",
-        "LOOP: ld.global.b32 w, [a]; bfe.u32 e, w, 16, 5; mov.u32 v, %laneid; setp.eq.u32 q, e, v; shr.u32 e, w, 22;",
+        "LOOP: ld.global.b32 w, [a]; bfe.u32 e, w, 16, 5; mov.u32 v, %laneid;",
+        "setp.eq.u32 q, e, v; shr.u32 e, w, 22;",
         "and.b32 v, w, 0x200000; setp.ne.u32 p, v, 0; selp.b32 s, 0x5410, 0x3254, p;",
         "selp.b32 s, s, 0x3210, q;",
     ]
     by_element = {}
     for register in range(registers):
-        tensor, group = divmod(register, groups)
+        tensor, of_group = divmod(register, packed)
         step, part = divmod(tensor, 4)
-        by_element[(step * groups + group) * 4 + part] = register
+        by_element[(step * packed + of_group) * 4 + part] = register
+    if packed < groups:  # e is (step * groups + group) * 4 + part
+        lines += [
+            f"bfe.u32 v, e, 2, {groups.bit_length() - 1}; setp.ne.u32 p, v, ${group}; @p bra NEXT;",
+            f"and.b32 v, e, 3; shr.u32 e, e, {groups.bit_length() + 1}; shl.b32 e, e, 2;",
+            "or.b32 e, e, v;",
+        ]
 
     def tree(low: int, high: int) -> None:
         if high - low == 1:
@@ -144,7 +153,7 @@ def _patch_ptx(groups: int) -> tuple[str, str]:
         "add.u64 a, a, 4; bra LOOP; DONE: }",
     ]
     tied = [str(register) for register in range(registers)]
-    constraints = ["=r"] * registers + tied + ["r"] * groups + ["l"] * groups
+    constraints = ["=r"] * registers + tied + ["r"] * (2 * packed) + ["l"] * packed
     return "\n".join(lines), ",".join(constraints)
 
 
@@ -176,7 +185,9 @@ def _constants(make: Any) -> dict[int, Any]:
     return {g: tuple(tl.constexpr(text) for text in make(g)) for g in (1, 2, 4)}
 
 
-(PATCH_1, PATCH_IO_1), (PATCH_2, PATCH_IO_2), (PATCH_4, PATCH_IO_4) = _constants(_patch_ptx).values()
+(PATCH_1, PATCH_IO_1), (PATCH_2, PATCH_IO_2), (PATCH_4, PATCH_IO_4) = _constants(
+    _patch_ptx
+).values()
 (ESCAPES_1, ESCAPES_IO_1), (ESCAPES_2, ESCAPES_IO_2), (ESCAPES_4, ESCAPES_IO_4) = _constants(
     _escapes_ptx
 ).values()
@@ -249,20 +260,6 @@ def decode_registers(w0, w1, w2, w3, n0, n1, n2, n3, GROUPS: tl.constexpr, PTX: 
 
 
 @triton.jit
-def chunks(words, GROUPS: tl.constexpr):
-    """``[8, 128, 2 * GROUPS]`` -> its eight chunks."""
-    x = tl.reshape(tl.permute(words, (1, 2, 0)), [128, 2 * GROUPS, 2, 2, 2])
-    even, odd = tl.split(x)
-    even_low, even_high = tl.split(even)
-    odd_low, odd_high = tl.split(odd)
-    c0, c4 = tl.split(even_low)
-    c2, c6 = tl.split(even_high)
-    c1, c5 = tl.split(odd_low)
-    c3, c7 = tl.split(odd_high)
-    return c0, c1, c2, c3, c4, c5, c6, c7
-
-
-@triton.jit
 def kinds(words, GROUPS: tl.constexpr):
     """``[128, 2 * GROUPS]`` -> the keys' and the values' ``[128, GROUPS]``."""
     return tl.split(tl.permute(tl.reshape(words, [128, 2, GROUPS]), (0, 2, 1)))
@@ -305,14 +302,21 @@ def patch_registers(
     """
     if PTX:
         number = tl.broadcast_to(count[:, None], [128, GROUPS])
+        group = tl.broadcast_to(tl.arange(0, GROUPS)[None, :], [128, GROUPS])
         place = tl.broadcast_to(address.to(tl.int64)[:, None], [128, GROUPS])
-        operands = [r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, ra, rb, rc, rd, re, rf, number, place]  # fmt: skip
+        operands = [r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, ra, rb, rc, rd, re, rf, group, number, place]  # fmt: skip
         if GROUPS == 1:
-            return tl.inline_asm_elementwise(PATCH_1, PATCH_IO_1, operands, (tl.int32,) * 16, True, 1)
+            return tl.inline_asm_elementwise(
+                PATCH_1, PATCH_IO_1, operands, (tl.int32,) * 16, True, 1
+            )
         elif GROUPS == 2:
-            return tl.inline_asm_elementwise(PATCH_2, PATCH_IO_2, operands, (tl.int32,) * 16, True, 2)
+            return tl.inline_asm_elementwise(
+                PATCH_2, PATCH_IO_2, operands, (tl.int32,) * 16, True, 2
+            )
         else:
-            return tl.inline_asm_elementwise(PATCH_4, PATCH_IO_4, operands, (tl.int32,) * 16, True, 4)
+            return tl.inline_asm_elementwise(
+                PATCH_4, PATCH_IO_4, operands, (tl.int32,) * 16, True, 1
+            )
     else:
         for k in range(0, tl.max(count, 0)):
             patch = tl.load(address + k, mask=k < count, other=0)

@@ -92,9 +92,9 @@ def register_pack(keys: torch.Tensor, values: torch.Tensor, blocks: RegisterBloc
         _pack_kernel[(batch * kv_heads, count)](
             keys.view(torch.int16), values.view(torch.int16), blocks.words, blocks.pool, blocks.raw,
             blocks.table, blocks.raw_list, blocks.raw_count, blocks.cursors, bases, blocks.blocks,
-            capacity, blocks.pool.numel() // 2, blocks.raw.shape[0],
+            capacity, blocks.pool.numel() // 2, blocks.raw.shape[0], kv_heads,
             *keys.stride()[:3], *values.stride()[:3],
-            KV_HEADS=kv_heads, HEAD_DIM=blocks.head_dim,
+            HEAD_DIM=blocks.head_dim,
             D=max(1 << (blocks.head_dim - 1).bit_length(), 64), SLOT=blocks.words.shape[1],
             PACKED=blocks.packable, num_warps=4,
         )  # fmt: skip

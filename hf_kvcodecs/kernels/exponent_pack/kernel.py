@@ -163,12 +163,14 @@ def _store_padding(pool_ptr, behind, flag_counts, lane):
     tl.store(pool_ptr + at, tl.full([128], -1, tl.int16), mask=(lane % 32 == 0) & (total % 2 == 1))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first_block", "table_blocks", "pool_words", "raw_slots", "kv_heads"]
+)
 def _pack_kernel(
     key_ptr, value_ptr, words_ptr, pool_ptr, raw_ptr, table_ptr, raw_list_ptr, raw_count_ptr,
-    cursors_ptr, bases_ptr, first_block, table_blocks, pool_words, raw_slots,
+    cursors_ptr, bases_ptr, first_block, table_blocks, pool_words, raw_slots, kv_heads,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """Block ``program_id(1)`` of row ``program_id(0)``: into its slot, or kept raw."""
@@ -178,8 +180,8 @@ def _pack_kernel(
     block = tl.program_id(1)
     lane = tl.arange(0, 128)
     offs_d = tl.arange(0, D)
-    batch = (row // KV_HEADS).to(tl.int64)
-    head = (row % KV_HEADS).to(tl.int64)
+    batch = (row // kv_heads).to(tl.int64)
+    head = (row % kv_heads).to(tl.int64)
     key = key_ptr + batch * stride_kb + head * stride_kh + block.to(tl.int64) * 128 * stride_kt
     value = value_ptr + batch * stride_vb + head * stride_vh + block.to(tl.int64) * 128 * stride_vt
     number = first_block + block

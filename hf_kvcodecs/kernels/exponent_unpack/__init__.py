@@ -136,8 +136,8 @@ def register_unpack(
         with on_device(device):
             _unpack_kernel[(batch * kv_heads, stop - start)](
                 blocks.words, blocks.pool, blocks.raw, blocks.table, keys, values, start, capacity,
-                *keys.stride()[:3], *values.stride()[:3],
-                KV_HEADS=kv_heads, HEAD_DIM=blocks.head_dim,
+                kv_heads,                *keys.stride()[:3], *values.stride()[:3],
+                HEAD_DIM=blocks.head_dim,
                 D=max(1 << (blocks.head_dim - 1).bit_length(), 64), SLOT=blocks.words.shape[1],
                 PACKED=blocks.packable, PTX=launch_options(device)["PTX"], num_warps=4,
             )  # fmt: skip

@@ -17,11 +17,11 @@ from ..register_words import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_block", "table_blocks", "kv_heads"])
 def _unpack_kernel(
-    words_ptr, pool_ptr, raw_ptr, table_ptr, key_ptr, value_ptr, first_block, table_blocks,
+    words_ptr, pool_ptr, raw_ptr, table_ptr, key_ptr, value_ptr, first_block, table_blocks, kv_heads,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr,
     PACKED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     GROUPS: tl.constexpr = D // 64
@@ -29,8 +29,8 @@ def _unpack_kernel(
     META: tl.constexpr = 22 * CHUNK
     row = tl.program_id(0)
     block = tl.program_id(1)
-    batch = (row // KV_HEADS).to(tl.int64)
-    head = (row % KV_HEADS).to(tl.int64)
+    batch = (row // kv_heads).to(tl.int64)
+    head = (row % kv_heads).to(tl.int64)
     key = key_ptr + batch * stride_kb + head * stride_kh + block.to(tl.int64) * 128 * stride_kt
     value = value_ptr + batch * stride_vb + head * stride_vh + block.to(tl.int64) * 128 * stride_vt
     offs_d = tl.arange(0, D)

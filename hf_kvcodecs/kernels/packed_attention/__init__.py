@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -14,15 +15,14 @@ from ..register_blocks import BLOCK_TOKENS, TILE_TOKENS, RegisterBlocks
 MAX_QUERY_TOKENS = 64
 MAX_GROUP = 16
 MAX_SPLITS = 256
-STAGES = 4
-EXTRA = {}
-PDL = True
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
 __all__ = ["packed_attention", "unsupported_reason"]
 
 
-def unsupported_reason(q: torch.Tensor, blocks: RegisterBlocks, scale: float | None = None) -> str | None:
+def unsupported_reason(
+    q: torch.Tensor, blocks: RegisterBlocks, scale: float | None = None
+) -> str | None:
     """Why :func:`packed_attention` cannot take these, or None if it can. Nothing is launched."""
     missing = triton_missing(q.device)
     if missing:
@@ -118,62 +118,75 @@ def packed_attention(
 
     q, tail_keys, tail_values = (_aligned(x) for x in (q, tail_keys, tail_values))
     columns = q_heads // kv_heads * q_tokens
-    block_n = min(max(16, _next_power_of_2(columns)), 64)
-    column_tiles = -(-columns // block_n)
-    if splits is None:
-        splits = choose_splits(q.device, batch * kv_heads * column_tiles, table_blocks, block_n)
-    part = torch.empty((batch * kv_heads * columns, splits, head_dim), dtype=torch.float32, device=q.device)
-    stat = torch.empty((batch * kv_heads * columns, splits, 2), dtype=torch.float32, device=q.device)
+    plan = _plan(q.device, batch * kv_heads, columns, head_dim, table_blocks)
+    splits = plan.splits if splits is None else splits
+    part = torch.empty(
+        (batch * kv_heads * columns, splits, head_dim), dtype=torch.float32, device=q.device
+    )
+    stat = torch.empty(
+        (batch * kv_heads * columns, splits, 2), dtype=torch.float32, device=q.device
+    )
     out = torch.empty((batch, q_tokens, q_heads, head_dim), dtype=q.dtype, device=q.device)
     out = out.transpose(1, 2)
     scale = head_dim**-0.5 if scale is None else scale
     width = max(_next_power_of_2(head_dim), 64)
     options = launch_options(q.device)
-    # Programmatic dependent launch: the merge's launch overlaps with the end of the main kernel.
-    pdl = PDL and options["PTX"] and _capability(q.device) >= 9
+    # Programmatic dependent launch: the merge is launched while the main kernel ends.
+    pdl = options["PTX"] and _capability(q.device) >= 9
     with on_device(q.device):
-        _packed_attention_kernel[(splits, batch * kv_heads, column_tiles)](
+        _packed_attention_kernel[(splits, batch * kv_heads, -(-columns // plan.block_n))](
             q, blocks.words, blocks.pool, blocks.table, blocks.raw.view(torch.bfloat16),
             blocks.raw_list, blocks.raw_count, tail_keys, tail_values,
             rows(lengths, blocks.blocks * BLOCK_TOKENS + tail_keys.shape[2]),
             rows(sealed, blocks.blocks), rows(starts, 0), part, stat,
             scale if softcap else scale * math.log2(math.e), softcap or 0.0,
-            q_heads, q_tokens, table_blocks, splits,
+            kv_heads, q_heads, q_tokens, table_blocks, splits,
             *q.stride()[:3], *tail_keys.stride()[:3], *tail_values.stride()[:3],
-            KV_HEADS=kv_heads, HEAD_DIM=head_dim, D=width, N=block_n, LENGTHS=lengths is not None, SEALED=sealed is not None, STARTS=starts is not None,
+            HEAD_DIM=head_dim, D=width, N=plan.block_n, LENGTHS=lengths is not None, SEALED=sealed is not None, STARTS=starts is not None,
             WINDOW=window or 0,
             MASKED=q_tokens > 1 or window is not None or starts is not None or sealed is not None,
             SOFTCAP=softcap is not None, PACKED=blocks.packable, SLOT=blocks.words.shape[1],
-            STAGES=STAGES, PDL=pdl, **options, **EXTRA, **_resources(q.device, head_dim, block_n),
+            STAGES=plan.stages, PDL=pdl, num_warps=4, **options,
+            **({"maxnreg": plan.registers} if options["PTX"] else {}),
         )  # fmt: skip
         # Few heads: share out their channels too, so that the merge fills more of the device.
         block_d = 32 if batch * q_heads * q_tokens <= 128 else width
         _merge_kernel[(batch * kv_heads, columns, -(-head_dim // block_d))](
-            part, stat, q if sinks is None else sinks, out, q_heads, q_tokens, splits,
+            part, stat, q if sinks is None else sinks, out, kv_heads, q_heads, q_tokens, splits,
             *out.stride()[:3],
-            KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, S=_next_power_of_2(splits),
+            HEAD_DIM=head_dim, BLOCK_D=block_d, S=_next_power_of_2(splits),
             SINKS=sinks is not None, PDL=pdl, num_warps=4 if splits <= 64 else 8,
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return out
 
 
-def choose_splits(device: torch.device, rows: int, blocks: int, block_n: int) -> int:
-    """Programs per row: one wave over the device's multiprocessors, at least a block each."""
-    programs = _multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR.get(block_n, 2)
-    return max(1, min(programs // rows, blocks, MAX_SPLITS))
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Columns per program, programs per row of the cache, registers per lane, pipeline stages."""
+
+    block_n: int
+    splits: int
+    registers: int
+    stages: int
 
 
-# Resident programs by columns, set by registers (measured on an H200).
-PROGRAMS_PER_MULTIPROCESSOR = {16: 3}
+@functools.lru_cache(maxsize=1024)
+def _plan(device: torch.device, rows: int, columns: int, head_dim: int, blocks: int) -> _Plan:
+    """One wave over the device's multiprocessors, at least a block for each program.
 
-
-def _resources(device: torch.device, head_dim: int, block_n: int) -> dict[str, int]:
-    """Warps, and on NVIDIA the most registers that let the wave be resident."""
-    if device.type != "cuda" or torch.version.hip:
-        return {"num_warps": 4}
-    limit = 168 if block_n == 16 and head_dim <= 128 else 255
-    return {"num_warps": 4, "maxnreg": limit}
+    Measured on an H200: with one column tile of 16 four programs of 128 registers are resident and
+    fastest, but for short runs (under 24 tiles a program), where three of 160 start sooner.
+    """
+    block_n = min(max(16, _next_power_of_2(columns)), 64)
+    rows *= -(-columns // block_n)
+    wave = _multiprocessors(device)
+    programs, registers, stages = 2, 255, 5 if head_dim <= 128 else 4
+    if block_n == 16 and head_dim <= 128:
+        long = 2 * blocks * rows >= 24 * 4 * wave
+        programs, registers = (4, 128) if long else (3, 160)
+    splits = max(1, min(programs * wave // rows, blocks, MAX_SPLITS))
+    return _Plan(block_n, splits, registers, stages)
 
 
 @functools.cache

@@ -7,7 +7,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..register_words import (
-    chunks,
     escape_words,
     kinds,
     lane_bases,
@@ -92,25 +91,38 @@ def _dense_tiles(
     return acc, m, total
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "lengths",
+        "sealed_blocks",
+        "starts",
+        "softcap",
+        "scale",
+        "kv_heads",
+        "q_heads",
+        "q_tokens",
+        "table_blocks",
+        "splits",
+    ]
+)
 def _packed_attention_kernel(
     q_ptr, words_ptr, pool_ptr, table_ptr, raw_ptr, raw_list_ptr, raw_count_ptr,
     tail_k_ptr, tail_v_ptr, lengths, sealed_blocks, starts, part_ptr, stat_ptr,
-    scale, softcap, q_heads, q_tokens, table_blocks, splits,
+    scale, softcap, kv_heads, q_heads, q_tokens, table_blocks, splits,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
     LENGTHS: tl.constexpr, SEALED: tl.constexpr, STARTS: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, SLOT: tl.constexpr,
-    STAGES: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr, DENSE: tl.constexpr = 2,
+    STAGES: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUPS: tl.constexpr = D // 64
     CHUNK: tl.constexpr = 256 * GROUPS
     META: tl.constexpr = 22 * CHUNK
     split = tl.program_id(0)
     row = tl.program_id(1)
-    batch = row // KV_HEADS
-    kv_head = row % KV_HEADS
-    group = q_heads // KV_HEADS
+    batch = row // kv_heads
+    kv_head = row % kv_heads
+    group = q_heads // kv_heads
     offs_n = tl.program_id(2) * N + tl.arange(0, N)
     offs_d = tl.arange(0, D)
     mask_n = offs_n < group * q_tokens
@@ -152,17 +164,9 @@ def _packed_attention_kernel(
     offs_t = tl.arange(0, 64)
     tail_k = tail_k_ptr + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
     tail_v = tail_v_ptr + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
-    if DENSE == 1:
-        acc, m, total = _dense_tiles(
-            acc, m, total, q, table, raw_ptr, raw_list_ptr + row.to(tl.int64) * table_blocks,
-            tail_k, tail_v, stride_kt, stride_vt, splits - 1 - split, dense_tiles, splits, raw_tiles,
-            tail_tokens, sealed, scale, softcap, position_q, start,
-            HEAD_DIM, D, WINDOW, SOFTCAP, UPCAST,
-        )  # fmt: skip
     if PACKED:
         lane = tl.arange(0, 128)
         offs_w = lane[:, None] * (2 * GROUPS) + tl.arange(0, 2 * GROUPS)[None, :]
-        offs_c = tl.arange(0, 8)[:, None, None] * CHUNK
         words_pool = pool_ptr.to(tl.pointer_type(tl.int32))
         first_tile = oldest // 64
         count = tl.maximum(sealed * 2 - first_tile, 0)
@@ -185,8 +189,14 @@ def _packed_attention_kernel(
             entry = tl.load(table + (t >> 1))
             slot = tl.maximum(entry, 0).to(tl.int64)
             tile = words_ptr + slot * SLOT + (t & 1) * (11 * CHUNK) + offs_w
-            low_words = tl.load(tile[None, :, :] + offs_c)  # [8, 128, 2 GROUPS]
-            k0, k1, k2, k3, v0, v1, v2, v3 = chunks(low_words, GROUPS)
+            k0 = tl.load(tile)
+            k1 = tl.load(tile + CHUNK)
+            k2 = tl.load(tile + 2 * CHUNK)
+            k3 = tl.load(tile + 3 * CHUNK)
+            v0 = tl.load(tile + 4 * CHUNK)
+            v1 = tl.load(tile + 5 * CHUNK)
+            v2 = tl.load(tile + 6 * CHUNK)
+            v3 = tl.load(tile + 7 * CHUNK)
             h0 = tl.load(tile + 8 * CHUNK)
             h1 = tl.load(tile + 9 * CHUNK)
             h2 = tl.load(tile + 10 * CHUNK)
@@ -245,13 +255,12 @@ def _packed_attention_kernel(
             next_place = place_ahead
             next_counts = counts_ahead
 
-    if DENSE == 2:
-        acc, m, total = _dense_tiles(
-            acc, m, total, q, table, raw_ptr, raw_list_ptr + row.to(tl.int64) * table_blocks,
-            tail_k, tail_v, stride_kt, stride_vt, splits - 1 - split, dense_tiles, splits, raw_tiles,
-            tail_tokens, sealed, scale, softcap, position_q, start,
-            HEAD_DIM, D, WINDOW, SOFTCAP, UPCAST,
-        )  # fmt: skip
+    acc, m, total = _dense_tiles(
+        acc, m, total, q, table, raw_ptr, raw_list_ptr + row.to(tl.int64) * table_blocks,
+        tail_k, tail_v, stride_kt, stride_vt, splits - 1 - split, dense_tiles, splits, raw_tiles,
+        tail_tokens, sealed, scale, softcap, position_q, start,
+        HEAD_DIM, D, WINDOW, SOFTCAP, UPCAST,
+    )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     out = (row.to(tl.int64) * (group * q_tokens) + offs_n) * splits + split
@@ -264,17 +273,17 @@ def _packed_attention_kernel(
     tl.store(stat_ptr + out * 2 + 1, tl.sum(total, 0), mask=mask_n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "q_heads", "q_tokens", "splits"])
 def _merge_kernel(
-    part_ptr, stat_ptr, sinks_ptr, out_ptr, q_heads, q_tokens, splits,
+    part_ptr, stat_ptr, sinks_ptr, out_ptr, kv_heads, q_heads, q_tokens, splits,
     stride_ob, stride_oh, stride_ot,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
     SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The softmax over all splits of one query head and token, attention sinks included."""
     row = tl.program_id(0)
     column = tl.program_id(1)
-    group = q_heads // KV_HEADS
+    group = q_heads // kv_heads
     offs_s = tl.arange(0, S)
     offs_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_s = offs_s < splits
@@ -285,7 +294,7 @@ def _merge_kernel(
     m = tl.load(stat_ptr + at * 2, mask=mask_s, other=-1.0e30)
     total = tl.load(stat_ptr + at * 2 + 1, mask=mask_s, other=0.0)
     part = tl.load(part_ptr + at[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0)
-    q_head = (row % KV_HEADS) * group + column % group
+    q_head = (row % kv_heads) * group + column % group
     highest = tl.max(m, 0)
     if SINKS:
         sink = tl.load(sinks_ptr + q_head).to(tl.float32) * 1.4426950408889634
@@ -295,6 +304,6 @@ def _merge_kernel(
     if SINKS:
         denominator += tl.exp2(sink - highest)
     result = tl.sum(part * weight[:, None], 0) / tl.where(denominator == 0, 1.0, denominator)
-    offset = (row // KV_HEADS).to(tl.int64) * stride_ob + q_head.to(tl.int64) * stride_oh
+    offset = (row // kv_heads).to(tl.int64) * stride_ob + q_head.to(tl.int64) * stride_oh
     offset += (column // group).to(tl.int64) * stride_ot
     tl.store(out_ptr + offset + offs_d, result.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)

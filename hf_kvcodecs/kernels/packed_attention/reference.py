@@ -47,4 +47,3 @@ def packed_attention_reference(
     weights = weights[..., :tokens]
     unseen = ~seen.any(1)[:, None, :, None]
     return weights @ v.masked_fill(unseen, 0.0)
-
