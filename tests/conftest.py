@@ -10,6 +10,10 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported
+
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 

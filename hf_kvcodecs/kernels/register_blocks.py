@@ -5,13 +5,12 @@ fixed bits, bases per channel and block of 128 tokens), with keys and values of 
 block) in one *slot*, and their words in the order in which the lanes of four warps feed them to
 the matrix unit. Version 1:
 
-- Keys: ``c = exponent - base + 15`` in 1 .. 15, base the channel's largest finite exponent field,
-  0 for +0 and -0; any other number is a *patch*. A block with a base above 142 (2**16 and more) is
-  kept raw.
-- Values: ``c`` in 0 .. 15 with the base at least 15 (so that tiny and zero channels need no
-  special case); any other number is a patch.
+- Keys: ``c = exponent - base + 15`` in 1 .. 15, base the channel's largest finite exponent field; 0
+  for +0 and -0, but 15 in a channel of zeros alone (base 0), whose factor is 0. Any other number is
+  a *patch*. A block with a base above 142 (2**16 and more) is kept raw.
+- Values: ``c`` in 0 .. 15; any other number is a patch.
 
-In the words a patched number is of arbitrary bits.
+In the words a patched number has ``c = 15``.
 
 A head of ``D`` channels has ``G = D / 64`` groups. A block is two tiles of 64 tokens. Lane ``32 w +
 4 g + j`` of 128 holds, for group ``u``, step ``i`` (0 .. 3) and register ``r = hi8 + 2 khi``, two
@@ -26,17 +25,17 @@ A slot is int32 words:
   word ``2 u + khi``: byte ``2 hi8 + h`` is ``(c & 1) << 7 | mantissa``. Chunks 4-7: the values'.
   Chunks 8-10: words ``H_0 .. H_2`` of each group, the keys' first, made of the four steps' *nibble
   words* ``N_i``. In ``N_i`` byte ``b = 2 hi8 + h`` has the sign in bit 7 and ``c >> 1`` in bits 0-2
-  for ``khi = 0``; the same pattern for ``khi = 1`` is rotated left by 4 in the 32-bit word. Code bit
-  3 (mask ``0x44444444``) is taken out; ``H_i`` is the rest of ``N_i`` with, in the freed bits,
+  for ``khi = 0``; the same pattern for ``khi = 1`` is rotated left by 4 in the 32-bit word. Code
+  bit 3 (mask ``0x44444444``) is taken out; ``H_i`` is the rest of ``N_i`` with, in the freed bits,
   ``rotl(N_3 & 0x11111111, 2)``, ``rotl(N_3 & 0x22222222, 1)``, ``rotr(N_3 & 0x88888888, 1)``.
 - flags: ``8 G`` bits a lane (tile 1's above tile 0's): bit ``2 word + half`` says that this half of
-  the lane's escape word is stored in the pool. The *escape word* of a kind and group, word ``u`` for
-  keys and ``G + u`` for values, is the code bits 3 of its four steps, step ``i``'s rotated left by
-  ``i``; a half not stored is all ones.
-- records, 16 words: for each tile and warp where its part of the pool begins (in 32-bit words), then
-  how many patches it begins with: the keys' in bits 0-7, the values' in 8-15.
-- key factors, D/2 words: ``2**(base - 15)`` as bf16, channels in the lanes' order: word ``((j G +
-  u) 4 + i) 2 + khi`` holds those of the two numbers ``h``.
+  the lane's escape word is stored in the pool. The *escape word* of a kind and group, word ``u``
+  for keys and ``G + u`` for values, is the code bits 3 of its four steps, step ``i``'s rotated left
+  by ``i``; a half not stored is all ones.
+- records, 16 words: for each tile and warp where its part of the pool begins (in 32-bit words),
+  then how many patches it begins with: the keys' in bits 0-7, the values' in 8-15.
+- key factors, D/2 words: ``2**(base - 15)`` as bf16 (0 where the base is 0), channels in the
+  lanes' order: word ``((j G + u) 4 + i) 2 + khi`` holds those of the two numbers ``h``.
 - value bases, D bytes: byte ``((w 8 + g) G + u) 2 + hi8``.
 
 A warp's part of the pool is its key patches, its value patches, then the flagged halves, lane by
@@ -156,7 +155,7 @@ class RegisterBlocks:
         records = self.table.shape[0] * self.table.shape[1] * self.blocks
         packed = (records - used[1]) * self.words.shape[1] * 4 if self.packable else 0
         raw = used[1] * self.raw[0].numel() * 2
-        return packed + raw + used[0] * 4 + records * 4 + self.raw_count.numel() * 4
+        return int(packed + raw + 4 * (used[0] + records + self.raw_count.numel()))
 
     def check(self) -> None:
         """Raises :class:`KVCodecsError` if a block found room neither packed nor raw (waits for

@@ -82,15 +82,14 @@ def _encode(
     x = pair.to(torch.int64) & 0xFFFF  # [2, 128, D]
     exponent, magnitude = (x >> 7) & 0xFF, x & 0x7FFF
     base = exponent.masked_fill(exponent == 255, 0).amax(1, keepdim=True)
-    base[1].clamp_(min=15)
     if int(base[0].max()) > KEY_BASE_LIMIT:
         return None
     code = exponent - base + 15
     misfit = (code < 0) | (code > 15)
     misfit[0] |= (code[0] < 1) | (exponent[0] == 0)
     misfit[0] &= magnitude[0] != 0
-    code[0][magnitude[0] == 0] = 0
-    code = (code & 15).masked_fill(misfit, 0)
+    code[0][(magnitude[0] == 0) & (base[0] > 0)] = 0
+    code = code.masked_fill(misfit, 15)
     kept = x & 0x807F
 
     words = torch.zeros(blocks.words.shape[1], dtype=torch.int64)
@@ -140,14 +139,14 @@ def _encode(
                     pool.append(_signed(value | lane << 16 | element << 21))
             if max(found) > PATCHES:
                 return None
-            warps.append((start, *found))
+            warps.append((start, found[0], found[1]))
             entries = halves[lanes][stored[lanes]].tolist()
             entries += [0xFFFF] * (len(entries) % 2)
             pool += [_signed(a | b << 16) for a, b in zip(entries[::2], entries[1::2], strict=True)]
         records.append(warps)
     meta = words[22 * 256 * G :]
     flag_bytes = torch.stack([(flags >> (8 * n)) & 0xFF for n in range(G)], -1).flatten()
-    factors = (base[0, 0] + 112) << 7
+    factors = ((base[0, 0] + 112) << 7).masked_fill(base[0, 0] == 0, 0)
     factors = factors.view(G, 4, 2, 4, 2).permute(3, 0, 1, 2, 4).reshape(-1, 2)  # j u i khi h
     meta[: 32 * G] = _words(flag_bytes)
     meta[32 * G + 16 :][: D // 2] = factors[:, 0] | factors[:, 1] << 16
@@ -181,7 +180,7 @@ def _decode(blocks: RegisterBlocks, slot: int) -> torch.Tensor:
     flags = (flags << (8 * torch.arange(G))).sum(1)
     factors = meta[32 * G + 16 :][: D // 2]
     factors = torch.stack([factors & 0xFFFF, factors >> 16], -1).view(4, G, 4, 2, 2)
-    key_base = (factors.permute(1, 2, 3, 0, 4).reshape(1, D) >> 7) - 112
+    key_base = ((factors.permute(1, 2, 3, 0, 4).reshape(1, D) >> 7) - 112).clamp(min=0)
     value_base = _bytes(meta[32 * G + 16 + D // 2 :]).view(4, 8, G, 2).permute(2, 0, 3, 1)
     base = torch.stack([key_base, value_base.reshape(1, D)])
     code = torch.empty(2, BLOCK_TOKENS, D, dtype=torch.int64)

@@ -159,8 +159,8 @@ def _patch_ptx(groups: int) -> tuple[str, str]:
 
 def _escapes_ptx(groups: int) -> tuple[str, str]:
     """PTX and constraints that load a lane's flagged 16-bit entries, all ones where none is
-    stored: ``4 * groups`` halves from the lane's flags and the address of the warp's first entry. The
-    warp's lanes find their places by a prefix sum."""
+    stored: ``4 * groups`` halves from the lane's flags and the address of the warp's first entry.
+    The warp's lanes find their places by a prefix sum."""
     halves = 4 * groups
     flags, entries = halves, halves + 1
     lines = [
@@ -197,8 +197,8 @@ def _constants(make: Any) -> dict[int, Any]:
 def load_halves(pool_ptr, flags, first, GROUPS: tl.constexpr, PTX: tl.constexpr):
     """The halves of one tile's escape words: ``[128, 4 * GROUPS]``, 16 bits each in int32.
 
-    ``flags`` int32 ``[128]``: bit ``n`` says that half ``n`` is stored; ``first`` int32 ``[128]``: the
-    warp's first entry in the pool (int16).
+    ``flags`` int32 ``[128]``: bit ``n`` says that half ``n`` is stored; ``first`` int32 ``[128]``:
+    the warp's first entry in the pool (int16).
     """
     if PTX:
         at = (pool_ptr + first).to(tl.int64)
@@ -304,7 +304,27 @@ def patch_registers(
         number = tl.broadcast_to(count[:, None], [128, GROUPS])
         group = tl.broadcast_to(tl.arange(0, GROUPS)[None, :], [128, GROUPS])
         place = tl.broadcast_to(address.to(tl.int64)[:, None], [128, GROUPS])
-        operands = [r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, ra, rb, rc, rd, re, rf, group, number, place]  # fmt: skip
+        operands = [
+            r0,
+            r1,
+            r2,
+            r3,
+            r4,
+            r5,
+            r6,
+            r7,
+            r8,
+            r9,
+            ra,
+            rb,
+            rc,
+            rd,
+            re,
+            rf,
+            group,
+            number,
+            place,
+        ]
         if GROUPS == 1:
             return tl.inline_asm_elementwise(
                 PATCH_1, PATCH_IO_1, operands, (tl.int32,) * 16, True, 1
@@ -353,16 +373,22 @@ def _patched(register, NUMBER: tl.constexpr, element, patch, GROUPS: tl.constexp
 
 @triton.jit
 def _pairs_times(pairs, factors, PTX: tl.constexpr):
-    """Two bf16 numbers with 4-bit exponent fields times powers of two, exactly; zeros stay zeros."""
+    """Two bf16 numbers with 4-bit exponent fields times powers of two, exactly; zeros stay."""
     if PTX:
         return tl.inline_asm_elementwise(
             "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [pairs, factors, pairs * 0 - 0x7FFF8000],
             tl.int32, True, 1,
         )  # fmt: skip
     else:
-        low = tl.where((pairs & 0x780) == 0, 0, (factors & 0x7F80) - 0x3F80)
-        high = tl.where((pairs & 0x7800000) == 0, 0, ((factors >> 16) & 0x7F80) - 0x3F80)
-        return ((pairs + low) & 0xFFFF) | ((((pairs >> 16) + high) & 0xFFFF) << 16)
+        return _times(pairs, factors) | (_times(pairs >> 16, factors >> 16) << 16)
+
+
+@triton.jit
+def _times(number, factor):
+    """16-bit halves: a bf16 number times a power of two or zero."""
+    moved = (number & 0xFFFF) + (factor & 0x7F80) - 0x3F80
+    is_zero = ((number & 0x780) == 0) | ((factor & 0x7F80) == 0)
+    return tl.where(is_zero, number & 0x8000, moved) & 0xFFFF
 
 
 @triton.jit
@@ -385,7 +411,7 @@ def register_keys(
     GROUPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Keys ``[64 tokens, D]`` bf16, exact: times their channels' factors, misfits patched in."""
-    a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = decode_registers(  # noqa: E741
+    a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = decode_registers(
         w0, w1, w2, w3, n0, n1, n2, n3, GROUPS, PTX
     )
     f0, f1, f2, f3, f4, f5, f6, f7 = key_factors(factors, GROUPS)
@@ -394,10 +420,10 @@ def register_keys(
     e, f = _pairs_times(e, f2, PTX), _pairs_times(f, f2, PTX)
     g, h = _pairs_times(g, f3, PTX), _pairs_times(h, f3, PTX)
     i, j = _pairs_times(i, f4, PTX), _pairs_times(j, f4, PTX)
-    k, l = _pairs_times(k, f5, PTX), _pairs_times(l, f5, PTX)  # noqa: E741
+    k, l = _pairs_times(k, f5, PTX), _pairs_times(l, f5, PTX)
     o, r = _pairs_times(o, f6, PTX), _pairs_times(r, f6, PTX)
     s, u = _pairs_times(s, f7, PTX), _pairs_times(u, f7, PTX)
-    a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = patch_registers(  # noqa: E741
+    a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = patch_registers(
         a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u, patches, place, lane, GROUPS, PTX
     )
     x = numbers(a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u)
@@ -411,14 +437,14 @@ def register_values(
 ):  # fmt: skip
     """Values ``[D, 64 tokens]`` bf16, exact: bases ``[128, GROUPS]`` of channels hi8 = 0 and 1
     added, misfits patched in."""
-    a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = decode_registers(  # noqa: E741
+    a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = decode_registers(
         w0, w1, w2, w3, n0, n1, n2, n3, GROUPS, PTX
     )
     a, b, c, d = a + low_base, b + high_base, c + low_base, d + high_base
     e, f, g, h = e + low_base, f + high_base, g + low_base, h + high_base
-    i, j, k, l = i + low_base, j + high_base, k + low_base, l + high_base  # noqa: E741
+    i, j, k, l = i + low_base, j + high_base, k + low_base, l + high_base
     o, r, s, u = o + low_base, r + high_base, s + low_base, u + high_base
-    a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = patch_registers(  # noqa: E741
+    a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = patch_registers(
         a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u, patches, place, lane, GROUPS, PTX
     )
     x = numbers(a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u)

@@ -53,8 +53,8 @@ def register_pack(keys: torch.Tensor, values: torch.Tensor, blocks: RegisterBloc
     """Seals full blocks behind those that ``blocks`` holds, on the GPU, without waiting for it.
 
     Args:
-        keys, values: bf16 ``[batch, kv_heads, tokens, head_dim]``, ``tokens`` a multiple of 128, any
-            strides with head_dim contiguous. Not changed.
+        keys, values: bf16 ``[batch, kv_heads, tokens, head_dim]``, ``tokens`` a multiple of 128,
+            any strides with head_dim contiguous. Not changed.
         blocks: written in place; see :mod:`hf_kvcodecs.kernels.register_blocks`. What finds no room
             is counted there: :meth:`RegisterBlocks.check` raises then.
 
@@ -77,7 +77,7 @@ def register_pack(keys: torch.Tensor, values: torch.Tensor, blocks: RegisterBloc
     count, rest = divmod(keys.shape[2], BLOCK_TOKENS)
     if rest or blocks.blocks + count > capacity:
         raise ValueError(
-            f"keys: {keys.shape[2]} tokens; expected a multiple of {BLOCK_TOKENS}, and no more than "
+            f"keys: {keys.shape[2]} tokens; expected a multiple of {BLOCK_TOKENS}, and at most "
             f"{capacity - blocks.blocks} blocks, which is the room left"
         )
     if count == 0:

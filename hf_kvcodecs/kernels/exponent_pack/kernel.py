@@ -25,7 +25,10 @@ def _place(lane, step, KEYS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _load_numbers(src_ptr, stride_t, base_ptr, lane, tile, step, KEYS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+def _load_numbers(
+    src_ptr, stride_t, base_ptr, lane, tile, step,
+    KEYS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """Bits, code and misfit mask of one step's numbers; ``src_ptr`` points at the block (int16)."""
     token, channel = _place(lane, step, KEYS, GROUPS)
     x = tl.load(src_ptr + (tile * 64 + token) * stride_t + channel).to(tl.int32) & 0xFFFF
@@ -36,8 +39,8 @@ def _load_numbers(src_ptr, stride_t, base_ptr, lane, tile, step, KEYS: tl.conste
     if KEYS:
         zero = (x & 0x7FFF) == 0
         misfit = (misfit | (code < 1) | (exponent == 0)) & (x & 0x7FFF != 0)
-        code = tl.where(zero, 0, code)
-    return x, tl.where(misfit, 0, code), misfit
+        code = tl.where(zero & (base > 0), 0, code)
+    return x, tl.where(misfit, 15, code), misfit
 
 
 @triton.jit
@@ -52,7 +55,10 @@ def _or3(x):
 
 
 @triton.jit
-def _step_words(src_ptr, stride_t, base_ptr, low_ptr, lane, tile, step, KEYS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+def _step_words(
+    src_ptr, stride_t, base_ptr, low_ptr, lane, tile, step,
+    KEYS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """Stores a step's low words; returns its nibble words ``[128, GROUPS]`` and each lane's number
     of misfits ``[128]``."""
     x, code, misfit = _load_numbers(src_ptr, stride_t, base_ptr, lane, tile, step, KEYS, GROUPS)
@@ -69,7 +75,10 @@ def _step_words(src_ptr, stride_t, base_ptr, low_ptr, lane, tile, step, KEYS: tl
 
 
 @triton.jit
-def _kind_words(src_ptr, stride_t, base_ptr, tile_ptr, lane, tile, KEYS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+def _kind_words(
+    src_ptr, stride_t, base_ptr, tile_ptr, lane, tile,
+    KEYS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """Stores one kind's words of a tile; returns its escape words ``[128, GROUPS]`` and each lane's
     number of misfits."""
     CHUNK: tl.constexpr = 256 * GROUPS
@@ -92,7 +101,10 @@ def _kind_words(src_ptr, stride_t, base_ptr, tile_ptr, lane, tile, KEYS: tl.cons
 
 
 @triton.jit
-def _tile_words(key_ptr, value_ptr, stride_kt, stride_vt, key_base_ptr, value_base_ptr, tile_ptr, lane, tile, GROUPS: tl.constexpr):  # fmt: skip
+def _tile_words(
+    key_ptr, value_ptr, stride_kt, stride_vt, key_base_ptr, value_base_ptr, tile_ptr, lane, tile,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
     """Stores a tile's words; returns the escapes' halves ``[128, 4 GROUPS]``, the lanes' flags, how
     many flags, key misfits and value misfits each lane has."""
     keys, key_misfits = _kind_words(
@@ -110,7 +122,10 @@ def _tile_words(key_ptr, value_ptr, stride_kt, stride_vt, key_base_ptr, value_ba
 
 
 @triton.jit
-def _store_patches(src_ptr, stride_t, base_ptr, pool_ptr, lane, tile, starts, counts, KEYS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+def _store_patches(
+    src_ptr, stride_t, base_ptr, pool_ptr, lane, tile, starts, counts,
+    KEYS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     per_warp = tl.reshape(counts, [4, 32])
     rank = starts + tl.reshape(tl.cumsum(per_warp, 1) - per_warp, [128])
     group = tl.arange(0, GROUPS)[None, :, None, None, None]
@@ -195,7 +210,7 @@ def _pack_kernel(
         key_bases = bases_ptr + (row.to(tl.int64) * tl.num_programs(1) + block) * (2 * D)
         value_bases = key_bases + D
         highest_key = tl.zeros([D], tl.int32)
-        highest_value = tl.full([D], 15, tl.int32)
+        highest_value = tl.zeros([D], tl.int32)
         for part in range(4):
             offs_t = part * 32 + tl.arange(0, 32)
             x = tl.load(key + offs_t[:, None] * stride_kt + offs_d[None, :]).to(tl.int32)
@@ -211,8 +226,10 @@ def _pack_kernel(
         tl.debug_barrier()  # every lane reads bases that other lanes wrote
         word = tl.arange(0, D // 2)  # ((j G + u) 4 + i) 2 + khi
         channel = (word // 2 % (4 * GROUPS)) * 16 + (word % 2) * 8 + word // (8 * GROUPS) * 2
-        low = (tl.load(key_bases + channel).to(tl.int32) + 112) << 7
-        high = (tl.load(key_bases + channel + 1).to(tl.int32) + 112) << 23
+        low = tl.load(key_bases + channel).to(tl.int32)
+        high = tl.load(key_bases + channel + 1).to(tl.int32)
+        low = tl.where(low == 0, 0, (low + 112) << 7)
+        high = tl.where(high == 0, 0, (high + 112) << 23)
         tl.store(meta + 32 * GROUPS + 16 + word, low | high)
         byte = (offs_d % 64 // 16 * 8 + offs_d % 8) * GROUPS + offs_d // 64  # w g u
         lane_bases = (meta + 32 * GROUPS + 16 + D // 2).to(tl.pointer_type(tl.uint8))

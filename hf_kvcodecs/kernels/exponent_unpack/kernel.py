@@ -19,7 +19,8 @@ from ..register_words import (
 
 @triton.jit(do_not_specialize=["first_block", "table_blocks", "kv_heads"])
 def _unpack_kernel(
-    words_ptr, pool_ptr, raw_ptr, table_ptr, key_ptr, value_ptr, first_block, table_blocks, kv_heads,
+    words_ptr, pool_ptr, raw_ptr, table_ptr, key_ptr, value_ptr, first_block, table_blocks,
+    kv_heads,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr,
     PACKED: tl.constexpr, PTX: tl.constexpr,

@@ -30,7 +30,10 @@ def unsupported_reason(
     if q.dtype != torch.bfloat16:
         return f"queries of {q.dtype}: only bfloat16 has a fused path"
     if q.dim() != 4 or q.shape[3] != blocks.head_dim:
-        return f"queries of shape {tuple(q.shape)}: expected [batch, q_heads, q_tokens, {blocks.head_dim}]"
+        return (
+            f"queries of shape {tuple(q.shape)}: expected [batch, q_heads, q_tokens, "
+            f"{blocks.head_dim}]"
+        )
     if q.shape[3] not in HEAD_DIMS:
         return f"head_dim {q.shape[3]}: the fused path takes {', '.join(map(str, HEAD_DIMS))}"
     batch, kv_heads, _ = blocks.table.shape
@@ -75,7 +78,8 @@ def packed_attention(
         tail_keys, tail_values: bf16 ``[batch, kv_heads, capacity, head_dim]``, the tokens behind
             the sealed blocks.
         scale: positive; ``head_dim ** -0.5`` if None.
-        sealed: int32 ``[batch]`` on the device, each row's sealed blocks; ``blocks.blocks`` if None.
+        sealed: int32 ``[batch]`` on the device, each row's sealed blocks; ``blocks.blocks`` if
+            None.
         lengths: int32 ``[batch]``, each row's tokens, tail included; sealed blocks and a full
             ``tail_keys`` if None.
         starts: int32 ``[batch]``, each row's first token that is seen (left padding); 0 if None.
@@ -142,9 +146,10 @@ def packed_attention(
             scale if softcap else scale * math.log2(math.e), softcap or 0.0,
             kv_heads, q_heads, q_tokens, table_blocks, splits,
             *q.stride()[:3], *tail_keys.stride()[:3], *tail_values.stride()[:3],
-            HEAD_DIM=head_dim, D=width, N=plan.block_n, LENGTHS=lengths is not None, SEALED=sealed is not None, STARTS=starts is not None,
+            HEAD_DIM=head_dim, D=width, N=plan.block_n, LENGTHS=lengths is not None,
+            SEALED=sealed is not None, STARTS=starts is not None,
             WINDOW=window or 0,
-            MASKED=q_tokens > 1 or window is not None or starts is not None or sealed is not None,
+            MASKED=q_tokens > 1 or window is not None or starts is not None or lengths is not None,
             SOFTCAP=softcap is not None, PACKED=blocks.packable, SLOT=blocks.words.shape[1],
             STAGES=plan.stages, PDL=pdl, num_warps=4, **options,
             **({"maxnreg": plan.registers} if options["PTX"] else {}),

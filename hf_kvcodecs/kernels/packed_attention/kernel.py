@@ -31,7 +31,7 @@ def _visible(position, query, start, WINDOW: tl.constexpr):
 
 @triton.jit
 def _log2_scores(scores, scale, softcap, SOFTCAP: tl.constexpr):
-    """Scores ``q . k`` times ``scale``, in powers of two; ``scale`` includes log2(e) unless capped."""
+    """Scores ``q . k`` times ``scale``, in powers of two; uncapped, ``scale`` includes log2(e)."""
     if SOFTCAP:
         x = tl.exp2(tl.abs(scores * scale) * (-2.0 * 1.4426950408889634 / softcap))
         tanh = tl.where(scores < 0, -1.0, 1.0) * (1 - x) / (1 + x)
@@ -109,10 +109,12 @@ def _packed_attention_kernel(
     q_ptr, words_ptr, pool_ptr, table_ptr, raw_ptr, raw_list_ptr, raw_count_ptr,
     tail_k_ptr, tail_v_ptr, lengths, sealed_blocks, starts, part_ptr, stat_ptr,
     scale, softcap, kv_heads, q_heads, q_tokens, table_blocks, splits,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
     LENGTHS: tl.constexpr, SEALED: tl.constexpr, STARTS: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, SLOT: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PACKED: tl.constexpr, SLOT: tl.constexpr,
     STAGES: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUPS: tl.constexpr = D // 64
