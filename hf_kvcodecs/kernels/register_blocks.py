@@ -128,11 +128,8 @@ class RegisterBlocks:
 
         return RegisterBlocks(
             head_dim=head_dim,
-            words=torch.empty(
-                (max(slots, 1), slot_words(head_dim) if packable else 1),
-                dtype=torch.int32,
-                device=device,
-            ),
+            # Zeros: attention runs over a raw block's unused slot, which must hold finite numbers.
+            words=zeros(max(slots, 1), slot_words(head_dim) if packable else 1),
             pool=torch.empty(2 * max(pool_words, 2), dtype=torch.int16, device=device),
             raw=torch.empty(
                 (max(raw_slots, 1), 2, BLOCK_TOKENS, head_dim), dtype=torch.int16, device=device

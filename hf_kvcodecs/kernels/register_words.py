@@ -452,18 +452,19 @@ def register_values(
 
 
 @triton.jit
-def load_flags(words, tile, lane, GROUPS: tl.constexpr):
+def load_flags(words, tile, lane, stored, GROUPS: tl.constexpr):
     """Flags, place in the pool and patch counts of each lane for one tile; ``words`` points behind
-    a slot's chunks."""
+    a slot's chunks. All zero unless ``stored``: what lies in a free slot may be anything."""
     if GROUPS == 1:
-        flags = tl.load(words.to(tl.pointer_type(tl.uint8)) + lane).to(tl.int32)
+        flags = tl.load(words.to(tl.pointer_type(tl.uint8)) + lane, mask=stored, other=0)
     elif GROUPS == 2:
-        flags = tl.load(words.to(tl.pointer_type(tl.uint16)) + lane).to(tl.int32)
+        flags = tl.load(words.to(tl.pointer_type(tl.uint16)) + lane, mask=stored, other=0)
     else:
-        flags = tl.load(words + lane)
-    flags = (flags >> (tile * 4 * GROUPS)) & ((1 << (4 * GROUPS)) - 1)
+        flags = tl.load(words + lane, mask=stored, other=0)
+    flags = (flags.to(tl.int32) >> (tile * 4 * GROUPS)) & ((1 << (4 * GROUPS)) - 1)
     record = words + 32 * GROUPS + tile * 8 + lane // 32 * 2
-    return flags, tl.load(record), tl.load(record + 1)
+    place = tl.load(record, mask=stored, other=0)
+    return flags, place, tl.load(record + 1, mask=stored, other=0)
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def _unpack_kernel(
         factors = tl.load(meta + 32 * GROUPS + 16 + offs_f)
         for tile in tl.static_range(2):
             words = slot + tile * (11 * CHUNK) + offs_w
-            flags, place, counts = load_flags(meta, tile, lane, GROUPS)
+            flags, place, counts = load_flags(meta, tile, lane, lane >= 0, GROUPS)
             halves = load_escapes(pool_ptr, flags, place, counts, GROUPS, PTX)
             patches = pool_ptr.to(tl.pointer_type(tl.int32)) + place
             n0, n1, n2, n3 = nibble_words(

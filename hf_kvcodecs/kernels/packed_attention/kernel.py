@@ -41,6 +41,17 @@ def _log2_scores(scores, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _flags_of_tile(
+    meta_ptr, table, tile, end, lane, SLOT: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """:func:`load_flags` of tile number ``tile`` of a row; zeros for raw blocks and from ``end``
+    on."""
+    entry = tl.load(table + (tile >> 1), mask=tile < end, other=-1)
+    slot = tl.maximum(entry, 0).to(tl.int64)
+    return load_flags(meta_ptr + slot * SLOT, tile & 1, lane, (lane >= 0) & (entry >= 0), GROUPS)
+
+
+@triton.jit
 def _dense_tiles(
     acc, m, total, q, table, raw_ptr, raw_list, tail_k, tail_v, stride_kt, stride_vt,
     first_tile, tiles, step, raw_tiles, tail_tokens, sealed, scale, softcap, position_q, start,
@@ -174,18 +185,13 @@ def _packed_attention_kernel(
         count = tl.maximum(sealed * 2 - first_tile, 0)
         begin = first_tile + (count.to(tl.int64) * split // splits).to(tl.int32)
         end = first_tile + (count.to(tl.int64) * (split + 1) // splits).to(tl.int32)
-        last = tl.maximum(end - 1, 0)
         # Flags run two tiles ahead of the arithmetic, escapes one.
-        at = tl.minimum(begin, last)
-        slot_ahead = tl.maximum(tl.load(table + (at >> 1)), 0).to(tl.int64)
-        flags, place, counts = load_flags(
-            words_ptr + META + slot_ahead * SLOT, at & 1, lane, GROUPS
+        flags, place, counts = _flags_of_tile(
+            words_ptr + META, table, begin, end, lane, SLOT, GROUPS
         )
         halves = load_escapes(pool_ptr, flags, place, counts, GROUPS, PTX)
-        at = tl.minimum(begin + 1, last)
-        slot_ahead = tl.maximum(tl.load(table + (at >> 1)), 0).to(tl.int64)
-        flags, next_place, next_counts = load_flags(
-            words_ptr + META + slot_ahead * SLOT, at & 1, lane, GROUPS
+        flags, next_place, next_counts = _flags_of_tile(
+            words_ptr + META, table, begin + 1, end, lane, SLOT, GROUPS
         )
         for t in tl.range(begin, end, num_stages=STAGES):
             entry = tl.load(table + (t >> 1))
@@ -207,10 +213,8 @@ def _packed_attention_kernel(
             factors = tl.reshape(factors, [4, 8 * GROUPS])
             low_base, high_base = lane_bases(meta + 32 * GROUPS + 16 + D // 2, lane, GROUPS)
             next_halves = load_escapes(pool_ptr, flags, next_place, next_counts, GROUPS, PTX)
-            at = tl.minimum(t + 2, last)
-            slot_ahead = tl.maximum(tl.load(table + (at >> 1)), 0).to(tl.int64)
-            flags, place_ahead, counts_ahead = load_flags(
-                words_ptr + META + slot_ahead * SLOT, at & 1, lane, GROUPS
+            flags, place_ahead, counts_ahead = _flags_of_tile(
+                words_ptr + META, table, t + 2, end, lane, SLOT, GROUPS
             )
 
             n0, n1, n2, n3 = nibble_words(h0, h1, h2, escape_words(halves, GROUPS), PTX)
@@ -236,10 +240,10 @@ def _packed_attention_kernel(
                 seen = _visible(token[:, None], position_q[None, :], start, WINDOW)
                 scores = tl.where(seen, scores, float("-inf"))
             # A raw block has another's slot here: it must not count.
-            bias = tl.where(entry < 0, float("-inf"), 0.0)
-            m_new = tl.maximum(m, tl.max(scores, 0) * score_scale + bias)
+            scores = tl.where(entry < 0, float("-inf"), scores)
+            m_new = tl.maximum(m, tl.max(scores, 0) * score_scale)
             alpha = tl.exp2(m - m_new)
-            p = tl.exp2(scores * score_scale + (bias - m_new)[None, :])
+            p = tl.exp2(scores * score_scale - m_new[None, :])
             total = total * alpha[None, :] + p
             m = m_new
             values = register_values(
