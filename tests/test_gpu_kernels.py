@@ -109,7 +109,7 @@ def test_200_random_shapes():
         return int(torch.randint(low, high + 1, (1,), generator=generator))
 
     for number in range(200):
-        batch, heads, blocks_, tail = draw(1, 4), draw(1, 8), draw(1, 12), draw(1, 127)
+        batch, heads, blocks_, tail = draw(1, 3), draw(1, 4), draw(1, 5), draw(1, 127)
         group, head_dim = (1, 2, 3, 4, 7, 8)[draw(0, 5)], (64, 128)[draw(0, 1)]
         q_tokens = min(draw(1, 8), 32 // group, tail)
         tokens = 128 * blocks_ + tail

@@ -29,6 +29,18 @@ def population_count(x):
 
 
 @triton.jit
+def load_chunk(words, lane, GROUPS: tl.constexpr):
+    """A chunk ``[128, 2 * GROUPS]`` of a tile. A lane loads its own row and no other's part: four
+    words at a time, since Triton would share out wider rows among lanes."""
+    if GROUPS <= 2:
+        return tl.load(words + lane[:, None] * (2 * GROUPS) + tl.arange(0, 2 * GROUPS)[None, :])
+    else:
+        at = words + lane[:, None] * 8 + tl.arange(0, 4)[None, :]
+        x = tl.join(tl.load(at), tl.load(at + 4))
+        return tl.reshape(tl.permute(x, (0, 2, 1)), [128, 8])
+
+
+@triton.jit
 def nibble_words(h0, h1, h2, escapes, PTX: tl.constexpr):
     """Three stored words and the escape word of four steps -> the four steps' nibble words."""
     if PTX:
@@ -109,18 +121,18 @@ def _patch_ptx(groups: int) -> tuple[str, str]:
 
     Operands, for ``packed`` groups at a time (all of them up to two; else one, since the order in
     which Triton packs more is its own): 16 registers (number ``i * 4 + r``, tied), the group's
-    number, the number of patches, the address of the first. A warp without patches takes one
-    branch; with one, a tree of uniform branches finds its register.
+    number, the lane, the number of patches, the address of the first. A warp without patches
+    takes one branch; with one, a tree of uniform branches finds its register.
     """
     packed = groups if groups <= 2 else 1
     registers = 16 * packed
-    group, count, address = (2 * registers + n * packed for n in range(3))
+    group, lane, count, address = (2 * registers + n * packed for n in range(4))
     lines = [
         "{ .reg .pred p, q; .reg .b32 k, w, e, v, s; .reg .b64 a;",
         f"setp.eq.s32 p, ${count}, 0; @p bra DONE;",
         f"mov.b32 k, 0; mov.b64 a, ${address};",
-        "LOOP: ld.global.b32 w, [a]; bfe.u32 e, w, 16, 5; mov.u32 v, %laneid;",
-        "setp.eq.u32 q, e, v; shr.u32 e, w, 22;",
+        "LOOP: ld.global.b32 w, [a]; bfe.u32 e, w, 16, 5;",
+        f"setp.eq.u32 q, e, ${lane}; shr.u32 e, w, 22;",
         "and.b32 v, w, 0x200000; setp.ne.u32 p, v, 0; selp.b32 s, 0x5410, 0x3254, p;",
         "selp.b32 s, s, 0x3210, q;",
     ]
@@ -153,7 +165,7 @@ def _patch_ptx(groups: int) -> tuple[str, str]:
         "add.u64 a, a, 4; bra LOOP; DONE: }",
     ]
     tied = [str(register) for register in range(registers)]
-    constraints = ["=r"] * registers + tied + ["r"] * (2 * packed) + ["l"] * packed
+    constraints = ["=r"] * registers + tied + ["r"] * (3 * packed) + ["l"] * packed
     return "\n".join(lines), ",".join(constraints)
 
 
@@ -302,6 +314,7 @@ def patch_registers(
     """
     if PTX:
         number = tl.broadcast_to(count[:, None], [128, GROUPS])
+        of_lane = tl.broadcast_to((lane % 32)[:, None], [128, GROUPS])
         group = tl.broadcast_to(tl.arange(0, GROUPS)[None, :], [128, GROUPS])
         place = tl.broadcast_to(address.to(tl.int64)[:, None], [128, GROUPS])
         operands = [
@@ -322,6 +335,7 @@ def patch_registers(
             re,
             rf,
             group,
+            of_lane,
             number,
             place,
         ]

@@ -79,6 +79,7 @@ CASES = {
     "window": {"q_tokens": 3, "window": 70},
     "softcap": {"softcap": 3.0},
     "starts": {"q_tokens": 2, "starts": torch.tensor([0, 150], dtype=torch.int32), "batch": 2},
+    "a start in the tail": {"starts": torch.tensor([270, 3], dtype=torch.int32), "batch": 2},
     "sinks": {"sinks": torch.randn(4)},
     "lengths": {"batch": 2, "lengths": torch.tensor([270, 286], dtype=torch.int32)},
     "one split": {"splits": 1},
@@ -108,6 +109,16 @@ def test_attention(name):
     error = (found.float() - expected).norm() / expected.norm()
     assert error < 8e-3
     assert found.shape == q.shape
+
+
+def test_nothing_sealed_yet():
+    keys, values = ordinary(1, 2, 40, 64)
+    blocks = RegisterBlocks.allocate(1, 2, 64, 3, "cpu")
+    blocks.words.fill_(-1)  # a free slot may hold anything
+    q = torch.randn(1, 4, 1, 64).bfloat16()
+    found = packed_attention(q, blocks, keys, values, splits=3)
+    expected = packed_attention_reference(q, keys, values, scale=0.125)
+    assert (found.float() - expected).norm() / expected.norm() < 8e-3
 
 
 def test_what_is_refused():

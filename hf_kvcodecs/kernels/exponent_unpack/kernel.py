@@ -9,6 +9,7 @@ from ..register_words import (
     escape_words,
     kinds,
     lane_bases,
+    load_chunk,
     load_escapes,
     load_flags,
     nibble_words,
@@ -48,35 +49,38 @@ def _unpack_kernel(
     elif PACKED:
         lane = tl.arange(0, 128)
         offs_t = tl.arange(0, 64)
-        offs_w = lane[:, None] * (2 * GROUPS) + tl.arange(0, 2 * GROUPS)[None, :]
         slot = words_ptr + entry.to(tl.int64) * SLOT
         meta = slot + META
         low_base, high_base = lane_bases(meta + 32 * GROUPS + 16 + D // 2, lane, GROUPS)
         offs_f = tl.arange(0, 4)[:, None] * (8 * GROUPS) + tl.arange(0, 8 * GROUPS)[None, :]
         factors = tl.load(meta + 32 * GROUPS + 16 + offs_f)
         for tile in tl.static_range(2):
-            words = slot + tile * (11 * CHUNK) + offs_w
+            words = slot + tile * (11 * CHUNK)
             flags, place, counts = load_flags(meta, tile, lane, lane >= 0, GROUPS)
             halves = load_escapes(pool_ptr, flags, place, counts, GROUPS, PTX)
             patches = pool_ptr.to(tl.pointer_type(tl.int32)) + place
             n0, n1, n2, n3 = nibble_words(
-                tl.load(words + 8 * CHUNK), tl.load(words + 9 * CHUNK),
-                tl.load(words + 10 * CHUNK), escape_words(halves, GROUPS), PTX,
+                load_chunk(words + 8 * CHUNK, lane, GROUPS),
+                load_chunk(words + 9 * CHUNK, lane, GROUPS),
+                load_chunk(words + 10 * CHUNK, lane, GROUPS), escape_words(halves, GROUPS), PTX,
             )  # fmt: skip
             kn0, vn0 = kinds(n0, GROUPS)
             kn1, vn1 = kinds(n1, GROUPS)
             kn2, vn2 = kinds(n2, GROUPS)
             kn3, vn3 = kinds(n3, GROUPS)
             x = register_keys(
-                tl.load(words), tl.load(words + CHUNK), tl.load(words + 2 * CHUNK),
-                tl.load(words + 3 * CHUNK), kn0, kn1, kn2, kn3, factors,
+                load_chunk(words, lane, GROUPS), load_chunk(words + CHUNK, lane, GROUPS),
+                load_chunk(words + 2 * CHUNK, lane, GROUPS),
+                load_chunk(words + 3 * CHUNK, lane, GROUPS), kn0, kn1, kn2, kn3, factors,
                 counts & 255, patches, lane, GROUPS, PTX,
             )  # fmt: skip
             at = key + (tile * 64 + offs_t)[:, None] * stride_kt + offs_d[None, :]
             tl.store(at, x.to(tl.int16, bitcast=True))
             x = register_values(
-                tl.load(words + 4 * CHUNK), tl.load(words + 5 * CHUNK),
-                tl.load(words + 6 * CHUNK), tl.load(words + 7 * CHUNK),
+                load_chunk(words + 4 * CHUNK, lane, GROUPS),
+                load_chunk(words + 5 * CHUNK, lane, GROUPS),
+                load_chunk(words + 6 * CHUNK, lane, GROUPS),
+                load_chunk(words + 7 * CHUNK, lane, GROUPS),
                 vn0, vn1, vn2, vn3, low_base, high_base,
                 counts >> 8, patches + (counts & 255), lane, GROUPS, PTX,
             )  # fmt: skip

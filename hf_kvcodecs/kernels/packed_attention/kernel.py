@@ -10,6 +10,7 @@ from ..register_words import (
     escape_words,
     kinds,
     lane_bases,
+    load_chunk,
     load_escapes,
     load_flags,
     nibble_words,
@@ -179,7 +180,6 @@ def _packed_attention_kernel(
     tail_v = tail_v_ptr + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
     if PACKED:
         lane = tl.arange(0, 128)
-        offs_w = lane[:, None] * (2 * GROUPS) + tl.arange(0, 2 * GROUPS)[None, :]
         words_pool = pool_ptr.to(tl.pointer_type(tl.int32))
         first_tile = oldest // 64
         count = tl.maximum(sealed * 2 - first_tile, 0)
@@ -196,18 +196,18 @@ def _packed_attention_kernel(
         for t in tl.range(begin, end, num_stages=STAGES):
             entry = tl.load(table + (t >> 1))
             slot = tl.maximum(entry, 0).to(tl.int64)
-            tile = words_ptr + slot * SLOT + (t & 1) * (11 * CHUNK) + offs_w
-            k0 = tl.load(tile)
-            k1 = tl.load(tile + CHUNK)
-            k2 = tl.load(tile + 2 * CHUNK)
-            k3 = tl.load(tile + 3 * CHUNK)
-            v0 = tl.load(tile + 4 * CHUNK)
-            v1 = tl.load(tile + 5 * CHUNK)
-            v2 = tl.load(tile + 6 * CHUNK)
-            v3 = tl.load(tile + 7 * CHUNK)
-            h0 = tl.load(tile + 8 * CHUNK)
-            h1 = tl.load(tile + 9 * CHUNK)
-            h2 = tl.load(tile + 10 * CHUNK)
+            tile = words_ptr + slot * SLOT + (t & 1) * (11 * CHUNK)
+            k0 = load_chunk(tile, lane, GROUPS)
+            k1 = load_chunk(tile + CHUNK, lane, GROUPS)
+            k2 = load_chunk(tile + 2 * CHUNK, lane, GROUPS)
+            k3 = load_chunk(tile + 3 * CHUNK, lane, GROUPS)
+            v0 = load_chunk(tile + 4 * CHUNK, lane, GROUPS)
+            v1 = load_chunk(tile + 5 * CHUNK, lane, GROUPS)
+            v2 = load_chunk(tile + 6 * CHUNK, lane, GROUPS)
+            v3 = load_chunk(tile + 7 * CHUNK, lane, GROUPS)
+            h0 = load_chunk(tile + 8 * CHUNK, lane, GROUPS)
+            h1 = load_chunk(tile + 9 * CHUNK, lane, GROUPS)
+            h2 = load_chunk(tile + 10 * CHUNK, lane, GROUPS)
             meta = words_ptr + slot * SLOT + META
             factors = tl.load(meta + 32 * GROUPS + 16 + tl.arange(0, 32 * GROUPS))
             factors = tl.reshape(factors, [4, 8 * GROUPS])
