@@ -247,7 +247,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def environment() -> dict[str, Any]:
-    command = ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    arguments = [Path(word).name if "/" in word else word for word in sys.argv]
+    command = ["python", f"benchmarks/{arguments[0]}", *arguments[1:]]
     return {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
         "triton": triton.__version__, "cudnn": torch.backends.cudnn.version(),
@@ -264,7 +265,6 @@ def main() -> None:
     parser.add_argument("--tail", type=int, default=64, help="dense tokens behind the blocks")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cases after this")
     args = parser.parse_args()
-    args.tail = args.tail // 128 * 128 + args.tail % 128
     kv = load_file(args.kv)
     cases = [("Llama-3.1-8B", batch, tokens, 1) for batch, tokens in HEADLINE]
     cases += [("Llama-3.1-8B", 1, 65536, q_tokens) for q_tokens in (8, 25)]
