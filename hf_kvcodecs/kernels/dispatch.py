@@ -88,9 +88,19 @@ def triton_missing(device: torch.device) -> str | None:
     Triton's interpreter only (``TRITON_INTERPRET=1``), for tests."""
     if importlib.util.find_spec("triton") is None:
         return "anything here: Triton is not installed (pip install triton)"
-    if device.type == "cuda" or (device.type == "cpu" and interpreted()):
+    if device.type == "cuda":
+        if torch.version.hip or capability(device) >= 8:
+            return None
+        return f"tensors on {device}: bf16 kernels need an NVIDIA GPU of capability 8.0 or newer"
+    if device.type == "cpu" and interpreted():
         return None
     return f"tensors on {device}: Triton kernels run on CUDA and ROCm devices"
+
+
+@functools.cache
+def capability(device: torch.device) -> int:
+    """The first number of an NVIDIA GPU's compute capability."""
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def interpreted() -> bool:

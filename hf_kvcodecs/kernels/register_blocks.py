@@ -60,6 +60,7 @@ TILE_TOKENS = 64
 PATCHES = 255
 KEY_BASE_LIMIT = 142  # the factor 2**(base - 15) has to be a bf16 number
 HEAD_DIMS = (64, 128, 256)
+MAX_POOL_WORDS = 1 << 30  # kernels count 16-bit halves in 32 bits
 POOL_SHARE = 0.5  # pool words reserved per block, of the most that escapes can take
 
 
@@ -114,6 +115,9 @@ class RegisterBlocks:
                 escapes can take, about twice what real caches need.
             raw_slots: blocks that may stay raw; by default a 16th of all, all where none can be
                 packed. :meth:`check` tells when they did not suffice.
+
+        Raises:
+            ValueError: ``pool_words`` beyond what the format can address.
         """
         records = batch * kv_heads * blocks
         packable = head_dim in HEAD_DIMS
@@ -122,6 +126,12 @@ class RegisterBlocks:
             pool_words = int(slots * POOL_SHARE * BLOCK_TOKENS * 2 * head_dim / 32) + 64
         if raw_slots is None:
             raw_slots = max(records // 16, min(records, 64)) if packable else records
+
+        if pool_words >= MAX_POOL_WORDS:
+            raise ValueError(
+                f"pool_words: {pool_words}; expected fewer than {MAX_POOL_WORDS} (4 GiB). Use one "
+                "RegisterBlocks per layer and fewer rows in each"
+            )
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -149,6 +159,8 @@ class RegisterBlocks:
     def nbytes(self) -> int:
         """Bytes that the sealed blocks take, tables included (waits for the device)."""
         used = self.cursors.tolist()
+        used[0] = min(used[0], self.pool.numel() // 2)  # blocks without room took none
+        used[1] = min(used[1], self.raw.shape[0])
         records = self.table.shape[0] * self.table.shape[1] * self.blocks
         packed = (records - used[1]) * self.words.shape[1] * 4 if self.packable else 0
         raw = used[1] * self.raw[0].numel() * 2

@@ -71,6 +71,11 @@ def test_other_widths_stay_raw():
     assert same_bits(register_unpack_reference(blocks)[0], keys)
 
 
+def test_pool_too_large():
+    with pytest.raises(ValueError, match="pool_words"):
+        RegisterBlocks.allocate(1, 1, 64, 1, "cpu", pool_words=1 << 30)
+
+
 def test_no_room_is_not_silent():
     keys, values = adversarial(64)["every pattern"]
     keys, values = keys.repeat(1, 1, 2, 1), values.repeat(1, 1, 2, 1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import UnsupportedLayoutError
-from ..dispatch import launch_options, on_device, triton_missing
+from ..dispatch import capability, launch_options, on_device, triton_missing
 from ..register_blocks import BLOCK_TOKENS, TILE_TOKENS, RegisterBlocks
 
 MAX_QUERY_TOKENS = 64
@@ -36,6 +36,8 @@ def unsupported_reason(
         )
     if q.shape[3] not in HEAD_DIMS:
         return f"head_dim {q.shape[3]}: the fused path takes {', '.join(map(str, HEAD_DIMS))}"
+    if q.device != blocks.table.device:
+        return f"queries on {q.device}: the blocks are on {blocks.table.device}"
     batch, kv_heads, _ = blocks.table.shape
     group, rest = divmod(q.shape[1], kv_heads)
     if q.shape[0] != batch or rest or not 1 <= group <= MAX_GROUP:
@@ -136,7 +138,7 @@ def packed_attention(
     width = max(_next_power_of_2(head_dim), 64)
     options = launch_options(q.device)
     # Programmatic dependent launch: the merge is launched while the main kernel ends.
-    pdl = options["PTX"] and _capability(q.device) >= 9
+    pdl = options["PTX"] and capability(q.device) >= 9
     with on_device(q.device):
         _packed_attention_kernel[(splits, batch * kv_heads, -(-columns // plan.block_n))](
             q, blocks.words, blocks.pool, blocks.table, blocks.raw.view(torch.bfloat16),
@@ -192,11 +194,6 @@ def _plan(device: torch.device, rows: int, columns: int, head_dim: int, blocks: 
         programs, registers = (4, 128) if long else (3, 160)
     splits = max(1, min(programs * wave // rows, blocks, MAX_SPLITS))
     return _Plan(block_n, splits, registers, stages)
-
-
-@functools.cache
-def _capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
 
 
 @functools.cache
