@@ -49,7 +49,7 @@ def _flags_of_tile(
     on."""
     entry = tl.load(table + (tile >> 1), mask=tile < end, other=-1)
     slot = tl.maximum(entry, 0).to(tl.int64)
-    return load_flags(meta_ptr + slot * SLOT, tile & 1, lane, (lane >= 0) & (entry >= 0), GROUPS)
+    return load_flags(meta_ptr + slot * SLOT, tile & 1, lane, entry + 0 * lane >= 0, GROUPS)
 
 
 @triton.jit
