@@ -1,8 +1,9 @@
 """How long attention over a long cache takes: packed against every dense kernel, in one process.
 
-    python benchmarks/attention.py --kv kv.safetensors            # the whole table (H200: 10 min)
+    python benchmarks/attention.py --kv kv.safetensors            # the whole table
     python benchmarks/attention.py --kv kv.safetensors --quick    # the headline shapes
 
+Needs a GPU, Triton and matplotlib; ``fa3-fwd`` and ``zstandard`` where they are to be compared.
 ``kv.safetensors`` has ``keys`` and ``values`` of a real model (``python benchmarks/capture_kv.py``
 writes it): heads of 64 channels side by side make wider ones, tokens are repeated to the length
 wanted. Times are CUDA graph replays of ten calls over data larger than the L2 cache (median of

@@ -111,6 +111,24 @@ def test_attention(name):
     assert found.shape == q.shape
 
 
+def test_rows_that_sealed_less():
+    keys, values = ordinary(2, 1, 256, 64)
+    keys[1, 0, 128:, 3] = 2.0**20  # row 1 counts one block; its second is there, and raw
+    blocks = packed(keys, values)
+    assert int(blocks.table[1, 0, 1]) < 0
+    tails = ordinary(2, 1, 40, 64, seed=1)
+    q = torch.randn(2, 2, 1, 64).bfloat16()
+    sealed = torch.tensor([2, 1], dtype=torch.int32)
+    found = packed_attention(q, blocks, *tails, sealed=sealed, lengths=128 * sealed + 40, splits=2)
+    for row, count in enumerate((256, 128)):
+        k, v = (
+            torch.cat([x[row : row + 1, :, :count], tail[row : row + 1]], 2)
+            for x, tail in zip((keys, values), tails, strict=True)
+        )
+        expected = packed_attention_reference(q[row : row + 1], k, v, scale=0.125)
+        assert (found[row : row + 1].float() - expected).norm() / expected.norm() < 8e-3
+
+
 def test_nothing_sealed_yet():
     keys, values = ordinary(1, 2, 40, 64)
     blocks = RegisterBlocks.allocate(1, 2, 64, 3, "cpu")
@@ -138,6 +156,8 @@ def test_what_is_refused():
     assert "scale" in unsupported_reason(q, blocks, scale=-1.0)
     with pytest.raises(ValueError, match="tail_keys"):
         packed_attention(q, blocks, keys[:, :1], values[:, :1])
+    with pytest.raises(ValueError, match="lengths"):
+        packed_attention(q, blocks, keys, values, sealed=torch.ones(1, dtype=torch.int32))
     with pytest.raises(ValueError, match="window"):
         packed_attention(q, blocks, keys[:, :, :0], values[:, :, :0], window=0)
     with pytest.raises(ValueError, match="multiple of 128"):

@@ -113,6 +113,8 @@ def packed_attention(
                 f"{name}: expected {q.dtype} {shape} on {q.device}, got {tail.dtype} "
                 f"{tuple(tail.shape)} on {tail.device}"
             )
+    if sealed is not None and lengths is None:
+        raise ValueError("sealed: expected lengths beside it, since rows differ then; got none")
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and not value > 0:
             raise ValueError(f"{name}: expected None or a positive number, got {value}")

@@ -69,7 +69,8 @@ def _dense_tiles(
         slot = -1 - tl.load(table + block, mask=d < raw_tiles, other=-1).to(tl.int64)
         token = tl.where(in_tail, (d - raw_tiles) * 64, (d % 2) * 64)
         first = tl.where(in_tail, sealed, block) * 128 + token
-        mask_t = token + offs_t < tl.where(in_tail, tail_tokens, 128)
+        # A raw block that this row does not count as sealed is none of its tokens.
+        mask_t = token + offs_t < tl.where(in_tail, tail_tokens, tl.where(block < sealed, 128, 0))
         mask = mask_t[:, None] & (offs_d < HEAD_DIM)[None, :]
         raw = raw_ptr + slot * (256 * HEAD_DIM) + token * HEAD_DIM
         k_at = tl.where(in_tail, tail_k + token.to(tl.int64) * stride_kt, raw)
