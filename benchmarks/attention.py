@@ -179,17 +179,17 @@ def case(
 
 
 def rates(blocks: RegisterBlocks) -> dict[str, float]:
-    """How many units of 16 numbers have escapes stored, and how many numbers are patched."""
-    groups, dim = blocks.head_dim // 64, blocks.head_dim
-    meta = blocks.words[blocks.table.flatten().clamp(min=0).long()][:, 22 * 256 * groups :]
-    counts = meta[:, 32 * groups : 32 * groups + 16].unflatten(1, (2, 4, 2))[..., 1].long()
-    flags = meta[:, : 32 * groups].contiguous().view(torch.uint8).long()
-    stored = sum((flags >> bit & 1).sum() for bit in range(8))
-    numbers = len(meta) * 128 * dim
+    """How many units of 16 numbers have escapes stored (quads counted full), and how many numbers
+    are patched."""
+    dim = blocks.head_dim
+    slots = blocks.words[blocks.table.flatten().clamp(min=0).long()]
+    counts = slots[:, 22 * 4 * dim :][:, :16].unflatten(1, (2, 4, 2))[..., 1].long()
+    numbers = len(slots) * 128 * dim
+    quads = (counts >> 16 & 255) + (counts >> 24 & 255)
     return {
-        "escape_units": float(stored) / (2 * numbers / 16),
+        "escape_units": 4 * float(quads.sum()) / (2 * numbers / 16),
         "key_misfits": float((counts & 255).sum()) / numbers,
-        "value_misfits": float((counts >> 8).sum()) / numbers,
+        "value_misfits": float((counts >> 8 & 255).sum()) / numbers,
     }
 
 

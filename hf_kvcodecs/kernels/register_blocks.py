@@ -28,19 +28,22 @@ A slot is int32 words:
   for ``khi = 0``; the same pattern for ``khi = 1`` is rotated left by 4 in the 32-bit word. Code
   bit 3 (mask ``0x44444444``) is taken out; ``H_i`` is the rest of ``N_i`` with, in the freed bits,
   ``rotl(N_3 & 0x11111111, 2)``, ``rotl(N_3 & 0x22222222, 1)``, ``rotr(N_3 & 0x88888888, 1)``.
-- flags: ``8 G`` bits a lane (tile 1's above tile 0's): bit ``2 word + half`` says that this half of
-  the lane's escape word is stored in the pool. The *escape word* of a kind and group, word ``u``
-  for keys and ``G + u`` for values, is the code bits 3 of its four steps, step ``i``'s rotated left
-  by ``i``; a half not stored is all ones.
-- records, 16 words: for each tile and warp where its part of the pool begins (in 32-bit words),
-  then how many patches it begins with: the keys' in bits 0-7, the values' in 8-15.
+- records, 16 words: for each tile and warp where its part of the pool begins (in words), then
+  counts: key patches in bits 0-7, value patches in 8-15, the *quads* of its lists in 16-23 and
+  24-31.
 - key factors, D/2 words: ``2**(base - 15)`` as bf16 (0 where the base is 0), channels in the
   lanes' order: word ``((j G + u) 4 + i) 2 + khi`` holds those of the two numbers ``h``.
 - value bases, D bytes: byte ``((w 8 + g) G + u) 2 + hi8``.
 
-A warp's part of the pool is its key patches, its value patches, then the flagged halves, lane by
-lane, padded with ones to 32 bits. A patch is a 32-bit word: the number in bits 0-15, the lane in
-16-20, ``((i G + u) 4 + r) 2 + h`` above.
+The *escape word* of a kind and group is the code bits 3 of its four steps, step ``i``'s rotated
+left by ``i``. Its 16-bit halves that are all ones are not stored; the others are *entries*, with a
+*position*: ``2 u + half``, plus ``2 G`` times the lane, plus ``64 G`` for values.
+
+A warp's part of the pool is its key patches, its value patches, then its list of entries in the
+order of their positions; heads of 256 channels have two lists, the keys' and the values', and
+positions start from 0 in each. A list's last entry is repeated until four divide their number: a
+quad. First come the entries, 16 bits each, then the positions, 8 bits each. A patch is a word: the
+number in bits 0-15, the lane in 16-20, ``((i G + u) 4 + r) 2 + h`` above.
 
 A block that does not fit (more than 255 patches of a kind, tile and warp; no room in the pool; more
 bytes than raw) is kept raw: bf16 ``[2, 128, D]``. ``table`` has the slot of each block, or ``-1 -
@@ -60,14 +63,14 @@ TILE_TOKENS = 64
 PATCHES = 255
 KEY_BASE_LIMIT = 142  # the factor 2**(base - 15) has to be a bf16 number
 HEAD_DIMS = (64, 128, 256)
-MAX_POOL_WORDS = 1 << 30  # kernels count 16-bit halves in 32 bits
+MAX_POOL_WORDS = 1 << 30
 POOL_SHARE = 0.5  # pool words reserved per block, of the most that escapes can take
 
 
 def slot_words(head_dim: int) -> int:
     """int32 words of one slot."""
     groups = head_dim // 64
-    return 22 * 256 * groups + 32 * groups + 16 + head_dim // 2 + head_dim // 4
+    return 22 * 256 * groups + 16 + head_dim // 2 + head_dim // 4
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +81,7 @@ class RegisterBlocks:
         head_dim: channels of a head.
         words: int32 ``[slots, slot_words(head_dim)]``; None where blocks cannot be packed (head_dim
             not in ``HEAD_DIMS``): then every block is raw.
-        pool: int16 ``[n]``, n even.
+        pool: int32 ``[n]``.
         raw: int16 ``[raw_slots, 2, 128, head_dim]``.
         table: int32 ``[batch, kv_heads, blocks]``, the slot of each block or ``-1 - raw slot``.
         raw_list: int32 like ``table``: the numbers of a row's raw blocks, in no order.
@@ -140,7 +143,7 @@ class RegisterBlocks:
             head_dim=head_dim,
             # Zeros: attention runs over a raw block's unused slot, which must hold finite numbers.
             words=zeros(max(slots, 1), slot_words(head_dim) if packable else 1),
-            pool=torch.empty(2 * max(pool_words, 2), dtype=torch.int16, device=device),
+            pool=torch.empty(max(pool_words, 2), dtype=torch.int32, device=device),
             raw=torch.empty(
                 (max(raw_slots, 1), 2, BLOCK_TOKENS, head_dim), dtype=torch.int16, device=device
             ),
@@ -159,7 +162,7 @@ class RegisterBlocks:
     def nbytes(self) -> int:
         """Bytes that the sealed blocks take, tables included (waits for the device)."""
         used = self.cursors.tolist()
-        used[0] = min(used[0], self.pool.numel() // 2)  # blocks without room took none
+        used[0] = min(used[0], self.pool.numel())  # blocks without room took none
         used[1] = min(used[1], self.raw.shape[0])
         records = self.table.shape[0] * self.table.shape[1] * self.blocks
         packed = (records - used[1]) * self.words.shape[1] * 4 if self.packable else 0

@@ -45,7 +45,7 @@ def _pack_block(pair: torch.Tensor, row: int, number: int, blocks: RegisterBlock
     table = blocks.table.view(-1, blocks.table.shape[2])
     packed = _encode(pair, blocks) if blocks.packable else None
     place = int(blocks.cursors[0])
-    if packed is None or place + len(packed[1]) > blocks.pool.numel() // 2:
+    if packed is None or place + len(packed[1]) > blocks.pool.numel():
         slot = int(blocks.cursors[1])
         if slot >= blocks.raw.shape[0]:
             blocks.cursors[2] += 1
@@ -58,25 +58,24 @@ def _pack_block(pair: torch.Tensor, row: int, number: int, blocks: RegisterBlock
         blocks.raw_list.view(table.shape)[row, listed[row]] = number
         listed[row] += 1
         return
-    words, pool, records = packed
+    words, pool, parts = packed
     G = blocks.head_dim // 64
-    meta = words[22 * 256 * G + 32 * G :]
-    for tile, warps in enumerate(records):
-        for warp, (start, key_patches, value_patches) in enumerate(warps):
-            meta[tile * 8 + warp * 2] = place + start
-            meta[tile * 8 + warp * 2 + 1] = key_patches | value_patches << 8
+    records = words[22 * 256 * G :][:16].view(2, 4, 2)
+    for tile, warps in enumerate(parts):
+        for warp, (start, counts) in enumerate(warps):
+            records[tile, warp] = torch.tensor([place + start, _signed(counts)])
     slot = row * table.shape[1] + number
     blocks.words[slot] = words
-    blocks.pool.view(torch.int32)[place : place + len(pool)] = torch.tensor(pool, dtype=torch.int32)
+    blocks.pool[place : place + len(pool)] = torch.tensor(pool, dtype=torch.int32)
     blocks.cursors[0] += len(pool)
     table[row, number] = slot
 
 
 def _encode(
     pair: torch.Tensor, blocks: RegisterBlocks
-) -> tuple[torch.Tensor, list[int], list[list[tuple[int, int, int]]]] | None:
+) -> tuple[torch.Tensor, list[int], list[list[tuple[int, int]]]] | None:
     """Words of the slot (records still zero), pool words, and per tile and warp: where its part
-    begins, its key patches and value patches. None if the block has to stay raw."""
+    begins, and its counts. None if the block has to stay raw."""
     D = blocks.head_dim
     G = D // 64
     x = pair.to(torch.int64) & 0xFFFF  # [2, 128, D]
@@ -93,12 +92,11 @@ def _encode(
     kept = x & 0x807F
 
     words = torch.zeros(blocks.words.shape[1], dtype=torch.int64)
-    flags = torch.zeros(128, dtype=torch.int64)
     pool: list[int] = []
-    records = []
+    parts = []
     for tile in range(2):
         chunks = words[tile * 11 * 256 * G :][: 11 * 256 * G].view(11, 128, 2 * G)
-        escapes = torch.empty(128, 2 * G, dtype=torch.int64)
+        escapes = torch.empty(128, 2, G, dtype=torch.int64)
         part = slice(64 * tile, 64 * tile + 64)
         for kind in range(2):
             index = element_index(D, kind)
@@ -119,11 +117,8 @@ def _encode(
             )
             for i in range(3):
                 chunks[8 + i, :, kind * G : kind * G + G] = n[..., i] | spread[i]
-            escapes[:, kind * G : kind * G + G] = sum(_rotl(escape[..., i], i) for i in range(4))
-        halves = torch.stack([escapes & 0xFFFF, escapes >> 16], -1).flatten(1)  # [128, 4 G]
-        stored = halves != 0xFFFF
-        unit = torch.arange(4 * G)
-        flags |= (stored.to(torch.int64) << (unit + 4 * G * tile)).sum(1)
+            escapes[:, kind] = sum(_rotl(escape[..., i], i) for i in range(4))
+        halves = torch.stack([escapes & 0xFFFF, escapes >> 16], -1).flatten(2)  # [128, kind, 2 G]
         warps = []
         for warp in range(4):
             lanes = slice(32 * warp, 32 * warp + 32)
@@ -139,22 +134,32 @@ def _encode(
                     pool.append(_signed(value | lane << 16 | element << 21))
             if max(found) > PATCHES:
                 return None
-            warps.append((start, found[0], found[1]))
-            entries = halves[lanes][stored[lanes]].tolist()
-            entries += [0xFFFF] * (len(entries) % 2)
-            pool += [_signed(a | b << 16) for a, b in zip(entries[::2], entries[1::2], strict=True)]
-        records.append(warps)
+            counts = found[0] | found[1] << 8
+            lists = halves[lanes].transpose(0, 1).reshape(1 if G < 4 else 2, -1)
+            for number, entries in enumerate(lists):
+                quads, packed = _list(entries)
+                counts |= quads << (16 + 8 * number)
+                pool += packed
+            warps.append((start, counts))
+        parts.append(warps)
     meta = words[22 * 256 * G :]
-    flag_bytes = torch.stack([(flags >> (8 * n)) & 0xFF for n in range(G)], -1).flatten()
     factors = ((base[0, 0] + 112) << 7).masked_fill(base[0, 0] == 0, 0)
     factors = factors.view(G, 4, 2, 4, 2).permute(3, 0, 1, 2, 4).reshape(-1, 2)  # j u i khi h
-    meta[: 32 * G] = _words(flag_bytes)
-    meta[32 * G + 16 :][: D // 2] = factors[:, 0] | factors[:, 1] << 16
+    meta[16:][: D // 2] = factors[:, 0] | factors[:, 1] << 16
     value_bases = base[1, 0].view(G, 4, 2, 8).permute(1, 3, 0, 2).flatten()  # w g u hi8
-    meta[32 * G + 16 + D // 2 :] = _words(value_bases)
+    meta[16 + D // 2 :] = _words(value_bases)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
     size = words.nbytes + 4 * len(pool)
-    return None if size >= pair.nbytes else (words, pool, records)
+    return None if size >= pair.nbytes else (words, pool, parts)
+
+
+def _list(halves: torch.Tensor) -> tuple[int, list[int]]:
+    """The quads of a list and its pool words, from all halves in the order of their positions."""
+    positions = (halves != 0xFFFF).nonzero().flatten()
+    positions = torch.cat([positions, positions[-1:].expand(-len(positions) % 4)])
+    low, high = halves[positions].view(-1, 2).unbind(1)
+    packed = torch.cat([low | high << 16, _words(positions)])
+    return len(positions) // 4, [_signed(word) for word in packed.tolist()]
 
 
 def register_unpack_reference(blocks: RegisterBlocks) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,40 +179,41 @@ def _decode(blocks: RegisterBlocks, slot: int) -> torch.Tensor:
     D = blocks.head_dim
     G = D // 64
     words = blocks.words[slot].to(torch.int64) & 0xFFFFFFFF
-    pool = blocks.pool.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    pool = blocks.pool.to(torch.int64) & 0xFFFFFFFF
     meta = words[22 * 256 * G :]
-    flags = _bytes(meta[: 32 * G]).view(128, G)
-    flags = (flags << (8 * torch.arange(G))).sum(1)
-    factors = meta[32 * G + 16 :][: D // 2]
+    factors = meta[16:][: D // 2]
     factors = torch.stack([factors & 0xFFFF, factors >> 16], -1).view(4, G, 4, 2, 2)
     key_base = ((factors.permute(1, 2, 3, 0, 4).reshape(1, D) >> 7) - 112).clamp(min=0)
-    value_base = _bytes(meta[32 * G + 16 + D // 2 :]).view(4, 8, G, 2).permute(2, 0, 3, 1)
+    value_base = _bytes(meta[16 + D // 2 :]).view(4, 8, G, 2).permute(2, 0, 3, 1)
     base = torch.stack([key_base, value_base.reshape(1, D)])
     code = torch.empty(2, BLOCK_TOKENS, D, dtype=torch.int64)
     kept = torch.empty_like(code)
     patches: list[tuple[int, int, int, int]] = []
     for tile in range(2):
         chunks = words[tile * 11 * 256 * G :][: 11 * 256 * G].view(11, 128, 2 * G)
-        escapes = torch.full((128, 4 * G), 0xFFFF)
+        escapes = torch.empty(128, 2, G, dtype=torch.int64)
         for warp in range(4):
-            start, counts = meta[32 * G + 8 * tile + 2 * warp :][:2].tolist()
-            key_patches, count = counts & 255, (counts & 255) + (counts >> 8)
+            start, counts = meta[8 * tile + 2 * warp :][:2].tolist()
+            key_patches, count = counts & 255, (counts & 255) + (counts >> 8 & 255)
             for k in range(count):
                 word, kind = int(pool[start + k]), int(k >= key_patches)
                 lane, element = word >> 16 & 31, word >> 21
                 h, r, u, i = element & 1, element >> 1 & 3, (element >> 3) % G, (element >> 3) // G
                 at = int(element_index(D, kind)[32 * warp + lane, u, i, r >> 1, r & 1, h])
                 patches.append((kind, 64 * tile + at // D, at % D, word & 0xFFFF))
-            entry = 2 * (start + count)
-            for lane in range(32 * warp, 32 * warp + 32):
-                for unit in range(4 * G):
-                    if int(flags[lane]) >> (unit + 4 * G * tile) & 1:
-                        escapes[lane, unit] = int(blocks.pool[entry]) & 0xFFFF
-                        entry += 1
-        escape = escapes[:, 0::2] | escapes[:, 1::2] << 16
+            halves = torch.full((1 if G < 4 else 2, 128 * G // (1 if G < 4 else 2)), 0xFFFF)
+            start += count
+            for number, expanded in enumerate(halves):
+                quads = counts >> (16 + 8 * number) & 255
+                entries = pool[start : start + 2 * quads]
+                entries = torch.stack([entries & 0xFFFF, entries >> 16], 1).flatten()
+                expanded[_bytes(pool[start + 2 * quads : start + 3 * quads])] = entries
+                start += 3 * quads
+            halves = halves.view(2, 32, G, 2).transpose(0, 1)
+            escapes[32 * warp : 32 * warp + 32] = halves[..., 0] | halves[..., 1] << 16
         part = slice(64 * tile, 64 * tile + 64)
         for kind in range(2):
-            e = escape[:, kind * G : kind * G + G]
+            e = escapes[:, kind]
             H = [chunks[8 + i, :, kind * G : kind * G + G] for i in range(3)]
             n = [(H[i] & ~C3 & 0xFFFFFFFF) | (_rotl(e, 32 - i) & C3) for i in range(3)]
             spread = _rotl(H[0], 30) & 0x11111111 | _rotl(H[1], 31) & 0x22222222

@@ -20,15 +20,6 @@ def rotate_right(x, amount: tl.constexpr):
 
 
 @triton.jit
-def population_count(x):
-    """How many of the low 16 bits of ``x`` (int32) are set."""
-    x = (x & 0x5555) + ((x >> 1) & 0x5555)
-    x = (x & 0x3333) + ((x >> 2) & 0x3333)
-    x = (x & 0x0F0F) + ((x >> 4) & 0x0F0F)
-    return (x + (x >> 8)) & 0x1F
-
-
-@triton.jit
 def load_chunk(words, lane, GROUPS: tl.constexpr):
     """A chunk ``[128, 2 * GROUPS]`` of a tile. A lane loads its own row and no other's part: four
     words at a time, since Triton would share out wider rows among lanes."""
@@ -121,18 +112,19 @@ def _patch_ptx(groups: int) -> tuple[str, str]:
 
     Operands, for ``packed`` groups at a time (all of them up to two; else one, since the order in
     which Triton packs more is its own): 16 registers (number ``i * 4 + r``, tied), the group's
-    number, the lane, the number of patches, the address of the first. A warp without patches
-    takes one branch; with one, a tree of uniform branches finds its register.
+    number, the lane, the numbers of the first patch and of the one behind the last, the lane's own
+    patch, the address of patch 0. A warp without patches takes one branch; with one, a tree of
+    uniform branches finds its register.
     """
     packed = groups if groups <= 2 else 1
     registers = 16 * packed
-    group, lane, count, address = (2 * registers + n * packed for n in range(4))
+    group, lane, first, end, own, address = (2 * registers + n * packed for n in range(6))
     lines = [
         "{ .reg .pred p, q; .reg .b32 k, w, e, v, s; .reg .b64 a;",
-        f"setp.eq.s32 p, ${count}, 0; @p bra DONE;",
-        f"mov.b32 k, 0; mov.b64 a, ${address};",
-        "LOOP: ld.global.b32 w, [a]; bfe.u32 e, w, 16, 5;",
-        f"setp.eq.u32 q, e, ${lane}; shr.u32 e, w, 22;",
+        f"setp.ge.s32 p, ${first}, ${end}; @p bra DONE; mov.b32 k, ${first};",
+        f"LOOP: shfl.sync.idx.b32 w, ${own}, k, 31, -1; setp.lt.u32 p, k, 32; @p bra HAVE;",
+        f"mad.wide.u32 a, k, 4, ${address}; ld.global.u32 w, [a];",
+        f"HAVE: bfe.u32 e, w, 16, 5; setp.eq.u32 q, e, ${lane}; shr.u32 e, w, 22;",
         "and.b32 v, w, 0x200000; setp.ne.u32 p, v, 0; selp.b32 s, 0x5410, 0x3254, p;",
         "selp.b32 s, s, 0x3210, q;",
     ]
@@ -161,36 +153,83 @@ def _patch_ptx(groups: int) -> tuple[str, str]:
 
     tree(0, registers)
     lines += [
-        f"NEXT: add.u32 k, k, 1; setp.ge.s32 p, k, ${count}; @p bra DONE;",
-        "add.u64 a, a, 4; bra LOOP; DONE: }",
+        f"NEXT: add.u32 k, k, 1; setp.lt.s32 p, k, ${end}; @p bra LOOP; DONE: }}",
     ]
     tied = [str(register) for register in range(registers)]
-    constraints = ["=r"] * registers + tied + ["r"] * (3 * packed) + ["l"] * packed
+    constraints = ["=r"] * registers + tied + ["r"] * (5 * packed) + ["l"] * packed
     return "\n".join(lines), ",".join(constraints)
 
 
-def _escapes_ptx(groups: int) -> tuple[str, str]:
-    """PTX and constraints that load a lane's flagged 16-bit entries, all ones where none is
-    stored: ``4 * groups`` halves from the lane's flags and the address of the warp's first entry.
-    The warp's lanes find their places by a prefix sum."""
-    halves = 4 * groups
-    flags, entries = halves, halves + 1
+LOAD_LIST = tl.constexpr(
+    """{
+    .reg .pred p; .reg .b64 a;
+    setp.lt.u32 p, $4, $3;
+    mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0;
+    mad.wide.u32 a, $4, 8, $5;
+    @p ld.global.b32 $0, [a]; @p ld.global.b32 $1, [a+4];
+    mad.wide.u32 a, $4, 4, $5; mad.wide.u32 a, $3, 8, a;
+    @p ld.global.b32 $2, [a];
+    }"""
+)
+LOAD_PATCH = tl.constexpr(
+    """{
+    .reg .pred p; .reg .b64 a;
+    setp.lt.u32 p, $2, $1; mov.b32 $0, 0; mad.wide.u32 a, $2, 4, $3;
+    @p ld.global.b32 $0, [a];
+    }"""
+)
+LOAD_LIST_IO = tl.constexpr("=&r,=&r,=&r,r,r,l")
+
+
+def _scatter_ptx(groups: int) -> tuple[str, str]:
+    """PTX and constraints that scatter a warp's list to its lanes, through shared memory.
+
+    Operands: the lane's escape words (outputs), its quad (two words of entries, one of positions),
+    the number of quads, the lane, the address of the list. Quads from 32 on are loaded here.
+    """
+    words = groups * (2 if groups < 4 else 1)
+    low, high, positions, quads, lane, address = range(words, words + 6)
+    kinds, per_kind = (2, groups) if groups < 4 else (1, groups)
+    size = 4 * 32 * words  # bytes of a warp
+
+    def scatter(low: str, high: str, positions: str) -> list[str]:
+        lines = []
+        for n, word in enumerate((low, low, high, high)):
+            lines.append(f"bfe.u32 t, {positions}, {8 * n}, 8; mad.lo.u32 t, t, 2, w;")
+            entry = word if n % 2 == 0 else "e"
+            if n % 2:
+                lines.append(f"shr.u32 e, {word}, 16;")
+            lines.append(f"@p st.shared.b16 [t], {entry};")
+        return lines
+
+    vector = {1: "", 2: ".v2", 4: ".v4"}[per_kind]
+    ones = ", ".join(["m"] * per_kind)
     lines = [
-        "{ .reg .pred p; .reg .b32 f, n, t, x; .reg .b64 a;",
-        f"popc.b32 n, ${flags}; mov.b32 x, n;",
+        "{ .reg .pred p, q; .reg .b32 w, o, t, e, m, k, x, y, z; .reg .b64 a, b;",
+        f".shared .align 16 .b8 lists[{4 * size}];",
+        "mov.u32 t, %tid.x; shr.u32 t, t, 5; mov.u32 w, lists;",
+        f"mad.lo.u32 w, t, {size}, w; mad.lo.u32 o, ${lane}, {4 * per_kind}, w; mov.b32 m, -1;",
         *(
-            f"shfl.sync.up.b32 t|p, x, {step}, 0, -1; @p add.u32 x, x, t;"
-            for step in (1, 2, 4, 8, 16)
+            f"st.shared{vector}.b32 [o+{128 * per_kind * kind}], {{{ones}}};"
+            if per_kind > 1
+            else f"st.shared.b32 [o+{128 * kind}], m;"
+            for kind in range(kinds)
         ),
-        "sub.u32 x, x, n; shl.b32 x, x, 1;",
+        f"bar.warp.sync -1; setp.lt.u32 p, ${lane}, ${quads};",
+        *scatter(f"${low}", f"${high}", f"${positions}"),
+        f"setp.gt.u32 q, ${quads}, 32; @!q bra DONE; add.u32 k, ${lane}, 32;",
+        f"LOOP: setp.lt.u32 p, k, ${quads}; mad.wide.u32 a, k, 8, ${address};",
+        f"mad.wide.u32 b, k, 4, ${address}; mad.wide.u32 b, ${quads}, 8, b;",
+        "@p ld.global.b32 x, [a]; @p ld.global.b32 y, [a+4]; @p ld.global.b32 z, [b];",
+        *scatter("x", "y", "z"),
+        f"add.u32 k, k, 32; sub.u32 t, k, ${lane}; setp.lt.u32 q, t, ${quads}; @q bra LOOP;",
+        "DONE: bar.warp.sync -1;",
     ]
-    for half in range(halves):
-        lines += [
-            f"and.b32 f, ${flags}, {1 << half}; setp.ne.u32 p, f, 0; mov.b32 ${half}, 0xffff;",
-            f"cvt.u64.u32 a, x; add.u64 a, a, ${entries};",
-            f"@p ld.global.u16 ${half}, [a]; @p add.u32 x, x, 2;",
-        ]
-    return "\n".join([*lines, "}"]), ",".join(["=&r"] * halves + ["r", "l"])
+    for kind in range(kinds):
+        found = ", ".join(f"${kind * per_kind + n}" for n in range(per_kind))
+        found = f"{{{found}}}" if per_kind > 1 else found
+        lines.append(f"ld.shared{vector}.b32 {found}, [o+{128 * per_kind * kind}];")
+    return "\n".join([*lines, "}"]), ",".join(["=&r"] * words + ["r"] * 5 + ["l"])
 
 
 def _constants(make: Any) -> dict[int, Any]:
@@ -200,60 +239,151 @@ def _constants(make: Any) -> dict[int, Any]:
 (PATCH_1, PATCH_IO_1), (PATCH_2, PATCH_IO_2), (PATCH_4, PATCH_IO_4) = _constants(
     _patch_ptx
 ).values()
-(ESCAPES_1, ESCAPES_IO_1), (ESCAPES_2, ESCAPES_IO_2), (ESCAPES_4, ESCAPES_IO_4) = _constants(
-    _escapes_ptx
+(SCATTER_1, SCATTER_IO_1), (SCATTER_2, SCATTER_IO_2), (SCATTER_4, SCATTER_IO_4) = _constants(
+    _scatter_ptx
 ).values()
 
 
 @triton.jit
-def load_halves(pool_ptr, flags, first, GROUPS: tl.constexpr, PTX: tl.constexpr):
-    """The halves of one tile's escape words: ``[128, 4 * GROUPS]``, 16 bits each in int32.
+def load_record(records, tile, lane, stored):
+    """Each lane's place in the pool and counts for one tile; ``records`` points behind a slot's
+    chunks. Zero unless ``stored``: what lies in a free slot may be anything."""
+    record = records + tile * 8 + lane // 32 * 2
+    place = tl.load(record, mask=stored, other=0)
+    return place, tl.load(record + 1, mask=stored, other=0)
 
-    ``flags`` int32 ``[128]``: bit ``n`` says that half ``n`` is stored; ``first`` int32 ``[128]``:
-    the warp's first entry in the pool (int16).
-    """
+
+@triton.jit
+def patch_counts(counts):
+    """How many key patches there are, and how many patches."""
+    keys = counts & 255
+    return keys, keys + ((counts >> 8) & 255)
+
+
+@triton.jit
+def _list_of(pool_ptr, place, counts, NUMBER: tl.constexpr):
+    """Where a list begins (pointer to int32), and its quads."""
+    first = place + patch_counts(counts)[1]
+    quads = (counts >> 16) & 255
+    if NUMBER == 1:
+        first += 3 * quads
+        quads = (counts >> 24) & 255
+    return pool_ptr + first, quads
+
+
+@triton.jit
+def _load_quad(pool_ptr, place, counts, lane, NUMBER: tl.constexpr):
+    address, quads = _list_of(pool_ptr, place, counts, NUMBER)
+    return tl.inline_asm_elementwise(
+        LOAD_LIST, LOAD_LIST_IO, [quads, lane % 32, address.to(tl.int64)], (tl.int32,) * 3, True, 1
+    )
+
+
+@triton.jit
+def load_extras(pool_ptr, place, counts, lane, GROUPS: tl.constexpr, PTX: tl.constexpr):
+    """What each lane keeps of its warp's part of the pool, loaded ahead of use: ``[128, n]``, its
+    patch and its quad of each list. Without PTX its patch alone, ``[128]``."""
+    number = lane % 32
+    patches = patch_counts(counts)[1]
     if PTX:
-        at = (pool_ptr + first).to(tl.int64)
-        if GROUPS == 1:
-            a, b, c, d = tl.inline_asm_elementwise(
-                ESCAPES_1, ESCAPES_IO_1, [flags, at], (tl.int32,) * 4, True, 1
-            )
-            return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [128, 4])
-        elif GROUPS == 2:
-            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-                ESCAPES_2, ESCAPES_IO_2, [flags, at], (tl.int32,) * 8, True, 1
-            )
-            return _eight(a, b, c, d, e, f, g, h)
+        # No tl.load: Triton would take it for one to pipeline.
+        patch = tl.inline_asm_elementwise(
+            LOAD_PATCH, "=&r,r,r,l", [patches, number, (pool_ptr + place).to(tl.int64)],
+            tl.int32, True, 1,
+        )  # fmt: skip
+        low, high, positions = _load_quad(pool_ptr, place, counts, lane, 0)
+        first = tl.join(tl.join(patch, high), tl.join(low, positions))
+        if GROUPS < 4:
+            return tl.reshape(first, [128, 4])
         else:
-            a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, r = tl.inline_asm_elementwise(
-                ESCAPES_4, ESCAPES_IO_4, [flags, at], (tl.int32,) * 16, True, 1
-            )
-            even = _eight(a, c, e, g, i, k, m, o)
-            odd = _eight(b, d, f, h, j, l, n, r)
-            return tl.reshape(tl.join(even, odd), [128, 16])
+            low, high, positions = _load_quad(pool_ptr, place, counts, lane, 1)
+            second = tl.join(tl.join(patch, high), tl.join(low, positions))
+            return tl.reshape(tl.join(first, second), [128, 8])
     else:
-        per_warp = tl.reshape(population_count(flags), [4, 32])
-        first += tl.reshape(tl.cumsum(per_warp, 1) - per_warp, [128])
-        unit = tl.arange(0, 4 * GROUPS)[None, :]
-        rank = population_count(flags[:, None] & ((1 << unit) - 1))
-        stored = ((flags[:, None] >> unit) & 1) != 0
-        entry = tl.load(pool_ptr + first[:, None] + rank, mask=stored, other=-1)
-        return entry.to(tl.int32) & 0xFFFF
+        return tl.load(pool_ptr + place + number, mask=number < patches, other=0)
 
 
 @triton.jit
-def _eight(a, b, c, d, e, f, g, h):
-    """Eight ``[128]`` as ``[128, 8]``."""
-    even = tl.join(tl.join(a, e), tl.join(c, g))
-    odd = tl.join(tl.join(b, f), tl.join(d, h))
-    return tl.reshape(tl.join(even, odd), [128, 8])
+def _four(x):
+    a, b = tl.split(tl.reshape(x, [128, 2, 2]))
+    p, r = tl.split(a)
+    q, s = tl.split(b)
+    return p, q, r, s
 
 
 @triton.jit
-def escape_words(halves, GROUPS: tl.constexpr):
-    """``[128, 4 * GROUPS]`` halves -> ``[128, 2 * GROUPS]`` words, keys' groups first."""
-    low, high = tl.split(tl.reshape(halves, [128, 2 * GROUPS, 2]))
+def _searched(pool_ptr, place, counts, lane, NUMBER: tl.constexpr, FIRST: tl.constexpr,
+              UNITS: tl.constexpr):  # fmt: skip
+    """Halves ``[128, UNITS]`` at positions from ``FIRST + UNITS * lane`` on, found in a list by
+    bisection."""
+    address, quads = _list_of(pool_ptr, place, counts, NUMBER)
+    entries = address.to(tl.pointer_type(tl.uint16))[:, None]
+    positions = (address + 2 * quads).to(tl.pointer_type(tl.uint8))[:, None]
+    count = 4 * quads[:, None]
+    wanted = FIRST + (lane % 32)[:, None] * UNITS + tl.arange(0, UNITS)[None, :]
+    before = wanted * 0  # entries at lower positions
+    for step in tl.static_range(9):
+        probe = before + (256 >> step)
+        inside = probe <= count
+        position = tl.load(positions + tl.where(inside, probe, 1) - 1, mask=inside, other=0)
+        before = tl.where(inside, tl.where(position.to(tl.int32) < wanted, probe, before), before)
+    inside = before < count
+    position = tl.load(positions + before, mask=inside, other=0).to(tl.int32)
+    entry = tl.load(entries + before, mask=inside, other=0).to(tl.int32)
+    return tl.where(inside, tl.where(position == wanted, entry, 0xFFFF), 0xFFFF)
+
+
+@triton.jit
+def _searched_words(pool_ptr, place, counts, lane, NUMBER: tl.constexpr, FIRST: tl.constexpr,
+                    GROUPS: tl.constexpr):  # fmt: skip
+    halves = _searched(pool_ptr, place, counts, lane, NUMBER, FIRST, 2 * GROUPS)
+    low, high = tl.split(tl.reshape(halves, [128, GROUPS, 2]))
     return low | (high << 16)
+
+
+@triton.jit
+def escape_words(pool_ptr, place, counts, extras, lane, GROUPS: tl.constexpr, PTX: tl.constexpr):
+    """The lanes' escape words ``[128, 2 * GROUPS]``, keys' groups first, all ones where nothing is
+    stored, and their patches ``[128]``."""
+    number = lane % 32
+    if PTX and GROUPS < 4:
+        patch, low, high, positions = _four(extras)
+        address, quads = _list_of(pool_ptr, place, counts, 0)
+        operands = [low, high, positions, quads, number, address.to(tl.int64)]
+        if GROUPS == 1:
+            a, b = tl.inline_asm_elementwise(
+                SCATTER_1, SCATTER_IO_1, operands, (tl.int32,) * 2, True, 1
+            )
+            return tl.join(a, b), patch
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(
+                SCATTER_2, SCATTER_IO_2, operands, (tl.int32,) * 4, True, 1
+            )
+            return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [128, 4]), patch
+    elif PTX:
+        first, second = tl.split(tl.reshape(extras, [128, 4, 2]))
+        patch, low, high, positions = _four(first)
+        address, quads = _list_of(pool_ptr, place, counts, 0)
+        a, b, c, d = tl.inline_asm_elementwise(
+            SCATTER_4, SCATTER_IO_4, [low, high, positions, quads, number, address.to(tl.int64)],
+            (tl.int32,) * 4, True, 1,
+        )  # fmt: skip
+        _, low, high, positions = _four(second)
+        address, quads = _list_of(pool_ptr, place, counts, 1)
+        e, f, g, h = tl.inline_asm_elementwise(
+            SCATTER_4, SCATTER_IO_4, [low, high, positions, quads, number, address.to(tl.int64)],
+            (tl.int32,) * 4, True, 1,
+        )  # fmt: skip
+        even = tl.join(tl.join(a, e), tl.join(c, g))
+        odd = tl.join(tl.join(b, f), tl.join(d, h))
+        return tl.reshape(tl.join(even, odd), [128, 8]), patch
+    else:
+        keys = _searched_words(pool_ptr, place, counts, lane, 0, 0, GROUPS)
+        LAST: tl.constexpr = 0 if GROUPS < 4 else 1
+        BEHIND: tl.constexpr = 64 * GROUPS if GROUPS < 4 else 0
+        values = _searched_words(pool_ptr, place, counts, lane, LAST, BEHIND, GROUPS)
+        words = tl.permute(tl.join(keys, values), (0, 2, 1))
+        return tl.reshape(words, [128, 2 * GROUPS]), extras
 
 
 @triton.jit
@@ -305,15 +435,14 @@ def value_tile(x, GROUPS: tl.constexpr):
 @triton.jit
 def patch_registers(
     r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, ra, rb, rc, rd, re, rf,
-    count, address, lane, GROUPS: tl.constexpr, PTX: tl.constexpr,
+    first, end, own, address, lane, GROUPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The values' registers with each warp's patches written over them.
-
-    ``count`` int32 and ``address`` (pointer to int32), each ``[128]``: how many patches there are,
-    where the first lies.
-    """
+    """The registers with the warp's patches ``first`` to ``end - 1`` (int32 ``[128]``) written over
+    them. Patch ``n`` is lane ``n``'s ``own`` or lies at ``address + n`` (pointers to int32)."""
     if PTX:
-        number = tl.broadcast_to(count[:, None], [128, GROUPS])
+        begin = tl.broadcast_to(first[:, None], [128, GROUPS])
+        behind = tl.broadcast_to(end[:, None], [128, GROUPS])
+        of_own = tl.broadcast_to(own[:, None], [128, GROUPS])
         of_lane = tl.broadcast_to((lane % 32)[:, None], [128, GROUPS])
         group = tl.broadcast_to(tl.arange(0, GROUPS)[None, :], [128, GROUPS])
         place = tl.broadcast_to(address.to(tl.int64)[:, None], [128, GROUPS])
@@ -336,7 +465,9 @@ def patch_registers(
             rf,
             group,
             of_lane,
-            number,
+            begin,
+            behind,
+            of_own,
             place,
         ]
         if GROUPS == 1:
@@ -352,9 +483,10 @@ def patch_registers(
                 PATCH_4, PATCH_IO_4, operands, (tl.int32,) * 16, True, 1
             )
     else:
-        for k in range(0, tl.max(count, 0)):
-            patch = tl.load(address + k, mask=k < count, other=0)
-            hit = (k < count) & (((patch >> 16) & 31) == lane % 32)
+        for k in range(0, tl.max(end - first, 0)):
+            stored = first + k < end
+            patch = tl.load(address + first + k, mask=stored, other=0)
+            hit = stored & (((patch >> 16) & 31) == lane % 32)
             element = tl.where(hit, patch >> 21, -1)[:, None]
             patch = patch[:, None]
             r0 = _patched(r0, 0, element, patch, GROUPS)
@@ -421,7 +553,8 @@ def key_factors(words, GROUPS: tl.constexpr):
 
 @triton.jit
 def register_keys(
-    w0, w1, w2, w3, n0, n1, n2, n3, factors, patches, place, lane,
+    w0, w1, w2, w3, n0, n1, n2, n3, factors,
+    first, end, own, address, lane,
     GROUPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Keys ``[64 tokens, D]`` bf16, exact: times their channels' factors, misfits patched in."""
@@ -438,7 +571,7 @@ def register_keys(
     o, r = _pairs_times(o, f6, PTX), _pairs_times(r, f6, PTX)
     s, u = _pairs_times(s, f7, PTX), _pairs_times(u, f7, PTX)
     a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = patch_registers(
-        a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u, patches, place, lane, GROUPS, PTX
+        a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u, first, end, own, address, lane, GROUPS, PTX
     )
     x = numbers(a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u)
     return key_tile(x, GROUPS).to(tl.bfloat16, bitcast=True)
@@ -446,7 +579,8 @@ def register_keys(
 
 @triton.jit
 def register_values(
-    w0, w1, w2, w3, n0, n1, n2, n3, low_base, high_base, patches, place, lane,
+    w0, w1, w2, w3, n0, n1, n2, n3, low_base, high_base,
+    first, end, own, address, lane,
     GROUPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Values ``[D, 64 tokens]`` bf16, exact: bases ``[128, GROUPS]`` of channels hi8 = 0 and 1
@@ -459,33 +593,10 @@ def register_values(
     i, j, k, l = i + low_base, j + high_base, k + low_base, l + high_base
     o, r, s, u = o + low_base, r + high_base, s + low_base, u + high_base
     a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = patch_registers(
-        a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u, patches, place, lane, GROUPS, PTX
+        a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u, first, end, own, address, lane, GROUPS, PTX
     )
     x = numbers(a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u)
     return value_tile(x, GROUPS).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def load_flags(words, tile, lane, stored, GROUPS: tl.constexpr):
-    """Flags, place in the pool and patch counts of each lane for one tile; ``words`` points behind
-    a slot's chunks. All zero unless ``stored``: what lies in a free slot may be anything."""
-    if GROUPS == 1:
-        flags = tl.load(words.to(tl.pointer_type(tl.uint8)) + lane, mask=stored, other=0)
-    elif GROUPS == 2:
-        flags = tl.load(words.to(tl.pointer_type(tl.uint16)) + lane, mask=stored, other=0)
-    else:
-        flags = tl.load(words + lane, mask=stored, other=0)
-    flags = (flags.to(tl.int32) >> (tile * 4 * GROUPS)) & ((1 << (4 * GROUPS)) - 1)
-    record = words + 32 * GROUPS + tile * 8 + lane // 32 * 2
-    place = tl.load(record, mask=stored, other=0)
-    return flags, place, tl.load(record + 1, mask=stored, other=0)
-
-
-@triton.jit
-def load_escapes(pool_ptr, flags, place, counts, GROUPS: tl.constexpr, PTX: tl.constexpr):
-    """Halves of the escape words of a tile; they lie behind the warps' patches."""
-    first = (place + (counts & 255) + (counts >> 8)) * 2
-    return load_halves(pool_ptr, flags, first, GROUPS, PTX)
 
 
 @triton.jit

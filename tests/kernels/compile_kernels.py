@@ -26,7 +26,7 @@ from hf_kvcodecs.kernels.register_blocks import slot_words
 
 POINTERS = {
     "words_ptr": "*i32", "table_ptr": "*i32", "raw_list_ptr": "*i32", "raw_count_ptr": "*i32",
-    "cursors_ptr": "*i32", "pool_ptr": "*i16", "bases_ptr": "*u8", "part_ptr": "*fp32",
+    "cursors_ptr": "*i32", "pool_ptr": "*i32", "bases_ptr": "*u8", "part_ptr": "*fp32",
     "stat_ptr": "*fp32", "sinks_ptr": "*bf16", "scale": "fp32", "softcap": "fp32",
 }  # fmt: skip
 
@@ -60,7 +60,7 @@ def main() -> None:
     report = {}
     for head_dim in (64, 128, 256):
         layout = {"HEAD_DIM": head_dim, "D": head_dim, "SLOT": slot_words(head_dim), "PACKED": True}
-        compiled(_pack_kernel, layout, "*i16", target, num_warps=4)
+        compiled(_pack_kernel, layout, "*i16", target, num_warps=16)
         compiled(_unpack_kernel, layout | {"PTX": True}, "*i16", target, num_warps=4)
         attention = layout | {
             "N": 16, "LENGTHS": False, "SEALED": False, "STARTS": False, "WINDOW": 0,

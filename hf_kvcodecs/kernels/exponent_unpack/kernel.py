@@ -10,9 +10,10 @@ from ..register_words import (
     kinds,
     lane_bases,
     load_chunk,
-    load_escapes,
-    load_flags,
+    load_extras,
+    load_record,
     nibble_words,
+    patch_counts,
     register_keys,
     register_values,
 )
@@ -51,18 +52,20 @@ def _unpack_kernel(
         offs_t = tl.arange(0, 64)
         slot = words_ptr + entry.to(tl.int64) * SLOT
         meta = slot + META
-        low_base, high_base = lane_bases(meta + 32 * GROUPS + 16 + D // 2, lane, GROUPS)
+        low_base, high_base = lane_bases(meta + 16 + D // 2, lane, GROUPS)
         offs_f = tl.arange(0, 4)[:, None] * (8 * GROUPS) + tl.arange(0, 8 * GROUPS)[None, :]
-        factors = tl.load(meta + 32 * GROUPS + 16 + offs_f)
+        factors = tl.load(meta + 16 + offs_f)
         for tile in tl.static_range(2):
             words = slot + tile * (11 * CHUNK)
-            flags, place, counts = load_flags(meta, tile, lane, lane >= 0, GROUPS)
-            halves = load_escapes(pool_ptr, flags, place, counts, GROUPS, PTX)
-            patches = pool_ptr.to(tl.pointer_type(tl.int32)) + place
+            place, counts = load_record(meta, tile, lane, lane >= 0)
+            key_patches, all_patches = patch_counts(counts)
+            extras = load_extras(pool_ptr, place, counts, lane, GROUPS, PTX)
+            escapes, own = escape_words(pool_ptr, place, counts, extras, lane, GROUPS, PTX)
+            patches = pool_ptr + place
             n0, n1, n2, n3 = nibble_words(
                 load_chunk(words + 8 * CHUNK, lane, GROUPS),
                 load_chunk(words + 9 * CHUNK, lane, GROUPS),
-                load_chunk(words + 10 * CHUNK, lane, GROUPS), escape_words(halves, GROUPS), PTX,
+                load_chunk(words + 10 * CHUNK, lane, GROUPS), escapes, PTX,
             )  # fmt: skip
             kn0, vn0 = kinds(n0, GROUPS)
             kn1, vn1 = kinds(n1, GROUPS)
@@ -72,7 +75,7 @@ def _unpack_kernel(
                 load_chunk(words, lane, GROUPS), load_chunk(words + CHUNK, lane, GROUPS),
                 load_chunk(words + 2 * CHUNK, lane, GROUPS),
                 load_chunk(words + 3 * CHUNK, lane, GROUPS), kn0, kn1, kn2, kn3, factors,
-                counts & 255, patches, lane, GROUPS, PTX,
+                place * 0, key_patches, own, patches, lane, GROUPS, PTX,
             )  # fmt: skip
             at = key + (tile * 64 + offs_t)[:, None] * stride_kt + offs_d[None, :]
             tl.store(at, x.to(tl.int16, bitcast=True))
@@ -82,7 +85,7 @@ def _unpack_kernel(
                 load_chunk(words + 6 * CHUNK, lane, GROUPS),
                 load_chunk(words + 7 * CHUNK, lane, GROUPS),
                 vn0, vn1, vn2, vn3, low_base, high_base,
-                counts >> 8, patches + (counts & 255), lane, GROUPS, PTX,
+                key_patches, all_patches, own, patches, lane, GROUPS, PTX,
             )  # fmt: skip
             at = value + (tile * 64 + offs_t)[None, :] * stride_vt + offs_d[:, None]
             tl.store(at, x.to(tl.int16, bitcast=True))

@@ -11,9 +11,10 @@ from ..register_words import (
     kinds,
     lane_bases,
     load_chunk,
-    load_escapes,
-    load_flags,
+    load_extras,
+    load_record,
     nibble_words,
+    patch_counts,
     register_keys,
     register_values,
 )
@@ -42,14 +43,12 @@ def _log2_scores(scores, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _flags_of_tile(
-    meta_ptr, table, tile, end, lane, SLOT: tl.constexpr, GROUPS: tl.constexpr
-):  # fmt: skip
-    """:func:`load_flags` of tile number ``tile`` of a row; zeros for raw blocks and from ``end``
+def _record_of_tile(meta_ptr, table, tile, end, lane, SLOT: tl.constexpr):
+    """:func:`load_record` of tile number ``tile`` of a row; zeros for raw blocks and from ``end``
     on."""
     entry = tl.load(table + (tile >> 1), mask=tile < end, other=-1)
     slot = tl.maximum(entry, 0).to(tl.int64)
-    return load_flags(meta_ptr + slot * SLOT, tile & 1, lane, entry + 0 * lane >= 0, GROUPS)
+    return load_record(meta_ptr + slot * SLOT, tile & 1, lane, entry + 0 * lane >= 0)
 
 
 @triton.jit
@@ -181,20 +180,20 @@ def _packed_attention_kernel(
     tail_v = tail_v_ptr + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
     if PACKED:
         lane = tl.arange(0, 128)
-        words_pool = pool_ptr.to(tl.pointer_type(tl.int32))
         first_tile = oldest // 64
         count = tl.maximum(sealed * 2 - first_tile, 0)
         begin = first_tile + (count.to(tl.int64) * split // splits).to(tl.int32)
         end = first_tile + (count.to(tl.int64) * (split + 1) // splits).to(tl.int32)
-        # Flags run two tiles ahead of the arithmetic, escapes one.
-        flags, place, counts = _flags_of_tile(
-            words_ptr + META, table, begin, end, lane, SLOT, GROUPS
-        )
-        halves = load_escapes(pool_ptr, flags, place, counts, GROUPS, PTX)
-        flags, next_place, next_counts = _flags_of_tile(
-            words_ptr + META, table, begin + 1, end, lane, SLOT, GROUPS
+        # Records run two tiles ahead of the arithmetic, what they point at one.
+        place, counts = _record_of_tile(words_ptr + META, table, begin, end, lane, SLOT)
+        extras = load_extras(pool_ptr, place, counts, lane, GROUPS, PTX)
+        next_place, next_counts = _record_of_tile(
+            words_ptr + META, table, begin + 1, end, lane, SLOT
         )
         for t in tl.range(begin, end, num_stages=STAGES):
+            # First: ptxas moves no load of words behind the barriers in here, and runs out of
+            # registers.
+            escapes, own = escape_words(pool_ptr, place, counts, extras, lane, GROUPS, PTX)
             entry = tl.load(table + (t >> 1))
             slot = tl.maximum(entry, 0).to(tl.int64)
             tile = words_ptr + slot * SLOT + (t & 1) * (11 * CHUNK)
@@ -210,22 +209,23 @@ def _packed_attention_kernel(
             h1 = load_chunk(tile + 9 * CHUNK, lane, GROUPS)
             h2 = load_chunk(tile + 10 * CHUNK, lane, GROUPS)
             meta = words_ptr + slot * SLOT + META
-            factors = tl.load(meta + 32 * GROUPS + 16 + tl.arange(0, 32 * GROUPS))
+            factors = tl.load(meta + 16 + tl.arange(0, 32 * GROUPS))
             factors = tl.reshape(factors, [4, 8 * GROUPS])
-            low_base, high_base = lane_bases(meta + 32 * GROUPS + 16 + D // 2, lane, GROUPS)
-            next_halves = load_escapes(pool_ptr, flags, next_place, next_counts, GROUPS, PTX)
-            flags, place_ahead, counts_ahead = _flags_of_tile(
-                words_ptr + META, table, t + 2, end, lane, SLOT, GROUPS
+            low_base, high_base = lane_bases(meta + 16 + D // 2, lane, GROUPS)
+            next_extras = load_extras(pool_ptr, next_place, next_counts, lane, GROUPS, PTX)
+            place_ahead, counts_ahead = _record_of_tile(
+                words_ptr + META, table, t + 2, end, lane, SLOT
             )
 
-            n0, n1, n2, n3 = nibble_words(h0, h1, h2, escape_words(halves, GROUPS), PTX)
+            key_patches, patches = patch_counts(counts)
+            n0, n1, n2, n3 = nibble_words(h0, h1, h2, escapes, PTX)
             kn0, vn0 = kinds(n0, GROUPS)
             kn1, vn1 = kinds(n1, GROUPS)
             kn2, vn2 = kinds(n2, GROUPS)
             kn3, vn3 = kinds(n3, GROUPS)
             keys = register_keys(
                 k0, k1, k2, k3, kn0, kn1, kn2, kn3, factors,
-                counts & 255, words_pool + place, lane, GROUPS, PTX,
+                place * 0, key_patches, own, pool_ptr + place, lane, GROUPS, PTX,
             )  # [64, D]  # fmt: skip
             if UPCAST:
                 scores = tl.dot(keys.to(tl.float32), q.to(tl.float32))
@@ -249,16 +249,16 @@ def _packed_attention_kernel(
             m = m_new
             values = register_values(
                 v0, v1, v2, v3, vn0, vn1, vn2, vn3, low_base, high_base,
-                counts >> 8, words_pool + place + (counts & 255), lane, GROUPS, PTX,
+                key_patches, patches, own, pool_ptr + place, lane, GROUPS, PTX,
             )  # [D, 64]  # fmt: skip
             if UPCAST:
                 acc = tl.dot(values.to(tl.float32), p, acc * alpha[None, :])
             else:
                 acc = tl.dot(values, p.to(tl.bfloat16), acc * alpha[None, :])
-            halves = next_halves
-            # Triton pipelines no loop that hands a value on as it is: hence the idle masks.
+            extras = next_extras
+            # Triton pipelines no loop that hands a value on as it is: hence the idle arithmetic.
             place = next_place & 0x7FFFFFFF
-            counts = next_counts & 0xFFFF
+            counts = next_counts ^ (next_place & -0x80000000)
             next_place = place_ahead
             next_counts = counts_ahead
 
