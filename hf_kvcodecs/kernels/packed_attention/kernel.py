@@ -18,6 +18,7 @@ from ..register_words import (
     register_keys,
     register_values,
 )
+from .softmax import by_lane, new_max, per_row
 
 NEGATIVE: tl.constexpr = tl.constexpr(-1.0e30)  # below every score, and still finite: no inf - inf
 
@@ -55,8 +56,8 @@ def _record_of_tile(meta_ptr, table, tile, end, lane, SLOT: tl.constexpr):
 def _dense_tiles(
     acc, m, total, q, table, raw_ptr, raw_list, tail_k, tail_v, stride_kt, stride_vt,
     first_tile, tiles, step, raw_tiles, tail_tokens, sealed, scale, softcap, position_q, start,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
+    lane, HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The running softmax with every ``step``-th dense tile of 64 tokens added: first the raw
     blocks', then the tail's."""
@@ -91,15 +92,16 @@ def _dense_tiles(
         scores = _log2_scores(scores, scale, softcap, SOFTCAP)
         seen = _visible((first + offs_t)[:, None], position_q[None, :], start, WINDOW)
         scores = tl.where(seen & mask_t[:, None], scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, 0))
-        alpha = tl.exp2(m - m_new)
-        p = tl.exp2(scores - m_new[None, :])
-        total = total * alpha[None, :] + p
-        m = m_new
+        m, alpha = new_max(scores, m, 1.0, lane, N, PTX)
+        alpha = per_row(alpha)
+        p = tl.exp2(by_lane(scores, 64, N) - per_row(m))
+        total = total * alpha + p
+        p = tl.reshape(p, [64, N])
+        acc = tl.reshape(by_lane(acc, D, N) * alpha, [D, N])
         if UPCAST:
-            acc = tl.dot(tl.trans(values.to(tl.float32)), p, acc * alpha[None, :])
+            acc = tl.dot(tl.trans(values.to(tl.float32)), p, acc)
         else:
-            acc = tl.dot(tl.trans(values), p.to(tl.bfloat16), acc * alpha[None, :])
+            acc = tl.dot(tl.trans(values), p.to(tl.bfloat16), acc)
     return acc, m, total
 
 
@@ -167,8 +169,9 @@ def _packed_attention_kernel(
         other=0.0,
     )  # [D, N]
     acc = tl.zeros([D, N], tl.float32)
-    m = tl.full([N], NEGATIVE, tl.float32)
-    total = tl.zeros([64, N], tl.float32)
+    m = tl.full([4, 8, N], NEGATIVE, tl.float32)
+    total = tl.zeros([1, 4, 2, 8, N], tl.float32)
+    lane = tl.arange(0, 128)
     table = table_ptr + row.to(tl.int64) * table_blocks
 
     # Dense tiles: raw blocks, then the tail, dealt out from the last split backwards.
@@ -178,8 +181,13 @@ def _packed_attention_kernel(
     offs_t = tl.arange(0, 64)
     tail_k = tail_k_ptr + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
     tail_v = tail_v_ptr + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+    acc, m, total = _dense_tiles(
+        acc, m, total, q, table, raw_ptr, raw_list_ptr + row.to(tl.int64) * table_blocks,
+        tail_k, tail_v, stride_kt, stride_vt, splits - 1 - split, dense_tiles, splits, raw_tiles,
+        tail_tokens, sealed, scale, softcap, position_q, start, lane,
+        HEAD_DIM, D, N, WINDOW, SOFTCAP, PTX, UPCAST,
+    )  # fmt: skip
     if PACKED:
-        lane = tl.arange(0, 128)
         first_tile = oldest // 64
         count = tl.maximum(sealed * 2 - first_tile, 0)
         begin = first_tile + (count.to(tl.int64) * split // splits).to(tl.int32)
@@ -242,19 +250,20 @@ def _packed_attention_kernel(
                 scores = tl.where(seen, scores, float("-inf"))
             # A raw block has another's slot here: it must not count.
             scores = tl.where(entry < 0, float("-inf"), scores)
-            m_new = tl.maximum(m, tl.max(scores, 0) * score_scale)
-            alpha = tl.exp2(m - m_new)
-            p = tl.exp2(scores * score_scale - m_new[None, :])
-            total = total * alpha[None, :] + p
-            m = m_new
+            m, alpha = new_max(scores, m, score_scale, lane, N, PTX)
+            alpha = per_row(alpha)
+            p = tl.exp2(by_lane(scores, 64, N) * score_scale - per_row(m))
+            total = total * alpha + p
+            p = tl.reshape(p, [64, N])
+            acc = tl.reshape(by_lane(acc, D, N) * alpha, [D, N])
             values = register_values(
                 v0, v1, v2, v3, vn0, vn1, vn2, vn3, low_base, high_base,
                 key_patches, patches, own, pool_ptr + place, lane, GROUPS, PTX,
             )  # [D, 64]  # fmt: skip
             if UPCAST:
-                acc = tl.dot(values.to(tl.float32), p, acc * alpha[None, :])
+                acc = tl.dot(values.to(tl.float32), p, acc)
             else:
-                acc = tl.dot(values, p.to(tl.bfloat16), acc * alpha[None, :])
+                acc = tl.dot(values, p.to(tl.bfloat16), acc)
             extras = next_extras
             # Triton pipelines no loop that hands a value on as it is: hence the idle arithmetic.
             place = next_place & 0x7FFFFFFF
@@ -262,12 +271,6 @@ def _packed_attention_kernel(
             next_place = place_ahead
             next_counts = counts_ahead
 
-    acc, m, total = _dense_tiles(
-        acc, m, total, q, table, raw_ptr, raw_list_ptr + row.to(tl.int64) * table_blocks,
-        tail_k, tail_v, stride_kt, stride_vt, splits - 1 - split, dense_tiles, splits, raw_tiles,
-        tail_tokens, sealed, scale, softcap, position_q, start,
-        HEAD_DIM, D, WINDOW, SOFTCAP, UPCAST,
-    )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     out = (row.to(tl.int64) * (group * q_tokens) + offs_n) * splits + split
@@ -276,8 +279,8 @@ def _packed_attention_kernel(
         acc,
         mask=mask_n[None, :] & (offs_d < HEAD_DIM)[:, None],
     )
-    tl.store(stat_ptr + out * 2, m, mask=mask_n)
-    tl.store(stat_ptr + out * 2 + 1, tl.sum(total, 0), mask=mask_n)
+    tl.store(stat_ptr + out * 2, tl.max(tl.max(m, 1), 0), mask=mask_n)
+    tl.store(stat_ptr + out * 2 + 1, tl.sum(tl.reshape(total, [64, N]), 0), mask=mask_n)
 
 
 @triton.jit(do_not_specialize=["kv_heads", "q_heads", "q_tokens", "splits"])
