@@ -113,17 +113,17 @@ def _patch_ptx(groups: int) -> tuple[str, str]:
     Operands, for ``packed`` groups at a time (all of them up to two; else one, since the order in
     which Triton packs more is its own): 16 registers (number ``i * 4 + r``, tied), the group's
     number, the lane, the numbers of the first patch and of the one behind the last, the lane's own
-    patch, the address of patch 0. A warp without patches takes one branch; with one, a tree of
-    uniform branches finds its register.
+    patch, the index of patch 0 in the pool, the pool. A warp without patches takes one branch; with
+    one, a tree of uniform branches finds its register.
     """
     packed = groups if groups <= 2 else 1
     registers = 16 * packed
-    group, lane, first, end, own, address = (2 * registers + n * packed for n in range(6))
+    group, lane, first, end, own, place, pool = (2 * registers + n * packed for n in range(7))
     lines = [
         "{ .reg .pred p, q; .reg .b32 k, w, e, v, s; .reg .b64 a;",
         f"setp.ge.s32 p, ${first}, ${end}; @p bra DONE; mov.b32 k, ${first};",
         f"LOOP: shfl.sync.idx.b32 w, ${own}, k, 31, -1; setp.lt.u32 p, k, 32; @p bra HAVE;",
-        f"mad.wide.u32 a, k, 4, ${address}; ld.global.u32 w, [a];",
+        f"add.u32 w, k, ${place}; mad.wide.u32 a, w, 4, ${pool}; ld.global.u32 w, [a];",
         f"HAVE: bfe.u32 e, w, 16, 5; setp.eq.u32 q, e, ${lane}; shr.u32 e, w, 22;",
         "and.b32 v, w, 0x200000; setp.ne.u32 p, v, 0; selp.b32 s, 0x5410, 0x3254, p;",
         "selp.b32 s, s, 0x3210, q;",
@@ -156,39 +156,43 @@ def _patch_ptx(groups: int) -> tuple[str, str]:
         f"NEXT: add.u32 k, k, 1; setp.lt.s32 p, k, ${end}; @p bra LOOP; DONE: }}",
     ]
     tied = [str(register) for register in range(registers)]
-    constraints = ["=r"] * registers + tied + ["r"] * (5 * packed) + ["l"] * packed
+    constraints = ["=r"] * registers + tied + ["r"] * (6 * packed) + ["l"] * packed
     return "\n".join(lines), ",".join(constraints)
 
 
-LOAD_LIST = tl.constexpr(
+# A lane's word ``$2`` of a run that begins at word ``$3`` of the pool and has ``$1``.
+LOAD_WORD = tl.constexpr(
     """{
-    .reg .pred p; .reg .b64 a;
-    setp.lt.u32 p, $4, $3;
-    mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0;
-    mad.wide.u32 a, $4, 8, $5;
-    @p ld.global.b32 $0, [a]; @p ld.global.b32 $1, [a+4];
-    mad.wide.u32 a, $4, 4, $5; mad.wide.u32 a, $3, 8, a;
-    @p ld.global.b32 $2, [a];
-    }"""
-)
-LOAD_PATCH = tl.constexpr(
-    """{
-    .reg .pred p; .reg .b64 a;
-    setp.lt.u32 p, $2, $1; mov.b32 $0, 0; mad.wide.u32 a, $2, 4, $3;
+    .reg .pred p; .reg .b32 t; .reg .b64 a;
+    setp.lt.u32 p, $2, $1; mov.b32 $0, 0;
+    add.u32 t, $2, $3; mad.wide.u32 a, t, 4, $4;
     @p ld.global.b32 $0, [a];
     }"""
 )
-LOAD_LIST_IO = tl.constexpr("=&r,=&r,=&r,r,r,l")
+LOAD_WORD_IO = tl.constexpr("=&r,r,r,r,l")
+LOAD_QUAD = tl.constexpr(
+    """{
+    .reg .pred p; .reg .b32 t; .reg .b64 a;
+    setp.lt.u32 p, $4, $3;
+    mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0;
+    mad.lo.u32 t, $4, 2, $5; mad.wide.u32 a, t, 4, $6;
+    @p ld.global.b32 $0, [a]; @p ld.global.b32 $1, [a+4];
+    sub.u32 t, t, $4; mad.lo.u32 t, $3, 2, t; mad.wide.u32 a, t, 4, $6;
+    @p ld.global.b32 $2, [a];
+    }"""
+)
+LOAD_QUAD_IO = tl.constexpr("=&r,=&r,=&r,r,r,r,l")
 
 
 def _scatter_ptx(groups: int) -> tuple[str, str]:
     """PTX and constraints that scatter a warp's list to its lanes, through shared memory.
 
     Operands: the lane's escape words (outputs), its quad (two words of entries, one of positions),
-    the number of quads, the lane, the address of the list. Quads from 32 on are loaded here.
+    the number of quads, the lane, the list's index in the pool, the pool. Quads from 32 on are
+    loaded here.
     """
     words = groups * (2 if groups < 4 else 1)
-    low, high, positions, quads, lane, address = range(words, words + 6)
+    low, high, positions, quads, lane, first, pool = range(words, words + 7)
     kinds, per_kind = (2, groups) if groups < 4 else (1, groups)
     size = 4 * 32 * words  # bytes of a warp
 
@@ -205,7 +209,7 @@ def _scatter_ptx(groups: int) -> tuple[str, str]:
     vector = {1: "", 2: ".v2", 4: ".v4"}[per_kind]
     ones = ", ".join(["m"] * per_kind)
     lines = [
-        "{ .reg .pred p, q; .reg .b32 w, o, t, e, m, k, x, y, z; .reg .b64 a, b;",
+        "{ .reg .pred p, q; .reg .b32 w, o, t, e, m, k, x, y, z; .reg .b64 a;",
         f".shared .align 16 .b8 lists[{4 * size}];",
         "mov.u32 t, %tid.x; shr.u32 t, t, 5; mov.u32 w, lists;",
         f"mad.lo.u32 w, t, {size}, w; mad.lo.u32 o, ${lane}, {4 * per_kind}, w; mov.b32 m, -1;",
@@ -218,9 +222,11 @@ def _scatter_ptx(groups: int) -> tuple[str, str]:
         f"bar.warp.sync -1; setp.lt.u32 p, ${lane}, ${quads};",
         *scatter(f"${low}", f"${high}", f"${positions}"),
         f"setp.gt.u32 q, ${quads}, 32; @!q bra DONE; add.u32 k, ${lane}, 32;",
-        f"LOOP: setp.lt.u32 p, k, ${quads}; mad.wide.u32 a, k, 8, ${address};",
-        f"mad.wide.u32 b, k, 4, ${address}; mad.wide.u32 b, ${quads}, 8, b;",
-        "@p ld.global.b32 x, [a]; @p ld.global.b32 y, [a+4]; @p ld.global.b32 z, [b];",
+        f"LOOP: setp.lt.u32 p, k, ${quads};",
+        f"mad.lo.u32 t, k, 2, ${first}; mad.wide.u32 a, t, 4, ${pool};",
+        "@p ld.global.b32 x, [a]; @p ld.global.b32 y, [a+4];",
+        f"sub.u32 t, t, k; mad.lo.u32 t, ${quads}, 2, t; mad.wide.u32 a, t, 4, ${pool};",
+        "@p ld.global.b32 z, [a];",
         *scatter("x", "y", "z"),
         f"add.u32 k, k, 32; sub.u32 t, k, ${lane}; setp.lt.u32 q, t, ${quads}; @q bra LOOP;",
         "DONE: bar.warp.sync -1;",
@@ -229,7 +235,7 @@ def _scatter_ptx(groups: int) -> tuple[str, str]:
         found = ", ".join(f"${kind * per_kind + n}" for n in range(per_kind))
         found = f"{{{found}}}" if per_kind > 1 else found
         lines.append(f"ld.shared{vector}.b32 {found}, [o+{128 * per_kind * kind}];")
-    return "\n".join([*lines, "}"]), ",".join(["=&r"] * words + ["r"] * 5 + ["l"])
+    return "\n".join([*lines, "}"]), ",".join(["=&r"] * words + ["r"] * 6 + ["l"])
 
 
 def _constants(make: Any) -> dict[int, Any]:
@@ -246,11 +252,17 @@ def _constants(make: Any) -> dict[int, Any]:
 
 @triton.jit
 def load_record(records, tile, lane, stored):
-    """Each lane's place in the pool and counts for one tile; ``records`` points behind a slot's
-    chunks. Zero unless ``stored``: what lies in a free slot may be anything."""
-    record = records + tile * 8 + lane // 32 * 2
-    place = tl.load(record, mask=stored, other=0)
-    return place, tl.load(record + 1, mask=stored, other=0)
+    """Each lane's record for one tile, int64: its place in the pool in the low half, its counts in
+    the high one; ``records`` points behind a slot's chunks. Zero unless ``stored``: what lies in a
+    free slot may be anything."""
+    record = (records + tile * 8).to(tl.pointer_type(tl.int64)) + lane // 32
+    return tl.load(record, mask=stored, other=0)
+
+
+@triton.jit
+def record_parts(record):
+    """Place and counts."""
+    return record.to(tl.int32), (record >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -261,36 +273,38 @@ def patch_counts(counts):
 
 
 @triton.jit
-def _list_of(pool_ptr, place, counts, NUMBER: tl.constexpr):
-    """Where a list begins (pointer to int32), and its quads."""
+def _list_of(place, counts, NUMBER: tl.constexpr):
+    """Where in the pool a list begins, and its quads."""
     first = place + patch_counts(counts)[1]
     quads = (counts >> 16) & 255
     if NUMBER == 1:
         first += 3 * quads
         quads = (counts >> 24) & 255
-    return pool_ptr + first, quads
+    return first, quads
 
 
 @triton.jit
 def _load_quad(pool_ptr, place, counts, lane, NUMBER: tl.constexpr):
-    address, quads = _list_of(pool_ptr, place, counts, NUMBER)
+    first, quads = _list_of(place, counts, NUMBER)
+    pool = tl.full([128], 0, tl.int64) + pool_ptr.to(tl.int64)
     return tl.inline_asm_elementwise(
-        LOAD_LIST, LOAD_LIST_IO, [quads, lane % 32, address.to(tl.int64)], (tl.int32,) * 3, True, 1
+        LOAD_QUAD, LOAD_QUAD_IO, [quads, lane % 32, first, pool], (tl.int32,) * 3, True, 1
     )
 
 
 @triton.jit
-def load_extras(pool_ptr, place, counts, lane, GROUPS: tl.constexpr, PTX: tl.constexpr):
+def load_extras(pool_ptr, record, lane, GROUPS: tl.constexpr, PTX: tl.constexpr):
     """What each lane keeps of its warp's part of the pool, loaded ahead of use: ``[128, n]``, its
     patch and its quad of each list. Without PTX its patch alone, ``[128]``."""
     number = lane % 32
+    place, counts = record_parts(record)
     patches = patch_counts(counts)[1]
     if PTX:
         # No tl.load: Triton would take it for one to pipeline.
+        pool = tl.full([128], 0, tl.int64) + pool_ptr.to(tl.int64)
         patch = tl.inline_asm_elementwise(
-            LOAD_PATCH, "=&r,r,r,l", [patches, number, (pool_ptr + place).to(tl.int64)],
-            tl.int32, True, 1,
-        )  # fmt: skip
+            LOAD_WORD, LOAD_WORD_IO, [patches, number, place, pool], tl.int32, True, 1
+        )
         low, high, positions = _load_quad(pool_ptr, place, counts, lane, 0)
         first = tl.join(tl.join(patch, high), tl.join(low, positions))
         if GROUPS < 4:
@@ -316,7 +330,8 @@ def _searched(pool_ptr, place, counts, lane, NUMBER: tl.constexpr, FIRST: tl.con
               UNITS: tl.constexpr):  # fmt: skip
     """Halves ``[128, UNITS]`` at positions from ``FIRST + UNITS * lane`` on, found in a list by
     bisection."""
-    address, quads = _list_of(pool_ptr, place, counts, NUMBER)
+    first, quads = _list_of(place, counts, NUMBER)
+    address = pool_ptr + first
     entries = address.to(tl.pointer_type(tl.uint16))[:, None]
     positions = (address + 2 * quads).to(tl.pointer_type(tl.uint8))[:, None]
     count = 4 * quads[:, None]
@@ -342,14 +357,16 @@ def _searched_words(pool_ptr, place, counts, lane, NUMBER: tl.constexpr, FIRST: 
 
 
 @triton.jit
-def escape_words(pool_ptr, place, counts, extras, lane, GROUPS: tl.constexpr, PTX: tl.constexpr):
+def escape_words(pool_ptr, record, extras, lane, GROUPS: tl.constexpr, PTX: tl.constexpr):
     """The lanes' escape words ``[128, 2 * GROUPS]``, keys' groups first, all ones where nothing is
     stored, and their patches ``[128]``."""
     number = lane % 32
+    place, counts = record_parts(record)
+    pool = tl.full([128], 0, tl.int64) + pool_ptr.to(tl.int64)
     if PTX and GROUPS < 4:
         patch, low, high, positions = _four(extras)
-        address, quads = _list_of(pool_ptr, place, counts, 0)
-        operands = [low, high, positions, quads, number, address.to(tl.int64)]
+        start, quads = _list_of(place, counts, 0)
+        operands = [low, high, positions, quads, number, start, pool]
         if GROUPS == 1:
             a, b = tl.inline_asm_elementwise(
                 SCATTER_1, SCATTER_IO_1, operands, (tl.int32,) * 2, True, 1
@@ -363,15 +380,15 @@ def escape_words(pool_ptr, place, counts, extras, lane, GROUPS: tl.constexpr, PT
     elif PTX:
         first, second = tl.split(tl.reshape(extras, [128, 4, 2]))
         patch, low, high, positions = _four(first)
-        address, quads = _list_of(pool_ptr, place, counts, 0)
+        start, quads = _list_of(place, counts, 0)
         a, b, c, d = tl.inline_asm_elementwise(
-            SCATTER_4, SCATTER_IO_4, [low, high, positions, quads, number, address.to(tl.int64)],
+            SCATTER_4, SCATTER_IO_4, [low, high, positions, quads, number, start, pool],
             (tl.int32,) * 4, True, 1,
         )  # fmt: skip
         _, low, high, positions = _four(second)
-        address, quads = _list_of(pool_ptr, place, counts, 1)
+        start, quads = _list_of(place, counts, 1)
         e, f, g, h = tl.inline_asm_elementwise(
-            SCATTER_4, SCATTER_IO_4, [low, high, positions, quads, number, address.to(tl.int64)],
+            SCATTER_4, SCATTER_IO_4, [low, high, positions, quads, number, start, pool],
             (tl.int32,) * 4, True, 1,
         )  # fmt: skip
         even = tl.join(tl.join(a, e), tl.join(c, g))
@@ -435,17 +452,18 @@ def value_tile(x, GROUPS: tl.constexpr):
 @triton.jit
 def patch_registers(
     r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, ra, rb, rc, rd, re, rf,
-    first, end, own, address, lane, GROUPS: tl.constexpr, PTX: tl.constexpr,
+    first, end, own, pool_ptr, place, lane, GROUPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The registers with the warp's patches ``first`` to ``end - 1`` (int32 ``[128]``) written over
-    them. Patch ``n`` is lane ``n``'s ``own`` or lies at ``address + n`` (pointers to int32)."""
+    them. Patch ``n`` is lane ``n``'s ``own``, and word ``place + n`` of the pool."""
     if PTX:
         begin = tl.broadcast_to(first[:, None], [128, GROUPS])
         behind = tl.broadcast_to(end[:, None], [128, GROUPS])
         of_own = tl.broadcast_to(own[:, None], [128, GROUPS])
         of_lane = tl.broadcast_to((lane % 32)[:, None], [128, GROUPS])
         group = tl.broadcast_to(tl.arange(0, GROUPS)[None, :], [128, GROUPS])
-        place = tl.broadcast_to(address.to(tl.int64)[:, None], [128, GROUPS])
+        at = tl.broadcast_to(place[:, None], [128, GROUPS])
+        pool = tl.full([128, GROUPS], 0, tl.int64) + pool_ptr.to(tl.int64)
         operands = [
             r0,
             r1,
@@ -468,7 +486,8 @@ def patch_registers(
             begin,
             behind,
             of_own,
-            place,
+            at,
+            pool,
         ]
         if GROUPS == 1:
             return tl.inline_asm_elementwise(
@@ -485,7 +504,7 @@ def patch_registers(
     else:
         for k in range(0, tl.max(end - first, 0)):
             stored = first + k < end
-            patch = tl.load(address + first + k, mask=stored, other=0)
+            patch = tl.load(pool_ptr + place + first + k, mask=stored, other=0)
             hit = stored & (((patch >> 16) & 31) == lane % 32)
             element = tl.where(hit, patch >> 21, -1)[:, None]
             patch = patch[:, None]
@@ -554,7 +573,7 @@ def key_factors(words, GROUPS: tl.constexpr):
 @triton.jit
 def register_keys(
     w0, w1, w2, w3, n0, n1, n2, n3, factors,
-    first, end, own, address, lane,
+    first, end, own, pool_ptr, place, lane,
     GROUPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Keys ``[64 tokens, D]`` bf16, exact: times their channels' factors, misfits patched in."""
@@ -571,7 +590,30 @@ def register_keys(
     o, r = _pairs_times(o, f6, PTX), _pairs_times(r, f6, PTX)
     s, u = _pairs_times(s, f7, PTX), _pairs_times(u, f7, PTX)
     a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = patch_registers(
-        a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u, first, end, own, address, lane, GROUPS, PTX
+        a,
+        b,
+        c,
+        d,
+        e,
+        f,
+        g,
+        h,
+        i,
+        j,
+        k,
+        l,
+        o,
+        r,
+        s,
+        u,
+        first,
+        end,
+        own,
+        pool_ptr,
+        place,
+        lane,
+        GROUPS,
+        PTX,
     )
     x = numbers(a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u)
     return key_tile(x, GROUPS).to(tl.bfloat16, bitcast=True)
@@ -580,7 +622,7 @@ def register_keys(
 @triton.jit
 def register_values(
     w0, w1, w2, w3, n0, n1, n2, n3, low_base, high_base,
-    first, end, own, address, lane,
+    first, end, own, pool_ptr, place, lane,
     GROUPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Values ``[D, 64 tokens]`` bf16, exact: bases ``[128, GROUPS]`` of channels hi8 = 0 and 1
@@ -593,7 +635,30 @@ def register_values(
     i, j, k, l = i + low_base, j + high_base, k + low_base, l + high_base
     o, r, s, u = o + low_base, r + high_base, s + low_base, u + high_base
     a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = patch_registers(
-        a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u, first, end, own, address, lane, GROUPS, PTX
+        a,
+        b,
+        c,
+        d,
+        e,
+        f,
+        g,
+        h,
+        i,
+        j,
+        k,
+        l,
+        o,
+        r,
+        s,
+        u,
+        first,
+        end,
+        own,
+        pool_ptr,
+        place,
+        lane,
+        GROUPS,
+        PTX,
     )
     x = numbers(a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u)
     return value_tile(x, GROUPS).to(tl.bfloat16, bitcast=True)

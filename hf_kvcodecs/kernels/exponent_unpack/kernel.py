@@ -14,6 +14,7 @@ from ..register_words import (
     load_record,
     nibble_words,
     patch_counts,
+    record_parts,
     register_keys,
     register_values,
 )
@@ -57,11 +58,11 @@ def _unpack_kernel(
         factors = tl.load(meta + 16 + offs_f)
         for tile in tl.static_range(2):
             words = slot + tile * (11 * CHUNK)
-            place, counts = load_record(meta, tile, lane, lane >= 0)
-            key_patches, all_patches = patch_counts(counts)
-            extras = load_extras(pool_ptr, place, counts, lane, GROUPS, PTX)
-            escapes, own = escape_words(pool_ptr, place, counts, extras, lane, GROUPS, PTX)
-            patches = pool_ptr + place
+            record = load_record(meta, tile, lane, lane >= 0)
+            place, counts = record_parts(record)
+            key_patches, patches = patch_counts(counts)
+            extras = load_extras(pool_ptr, record, lane, GROUPS, PTX)
+            escapes, own = escape_words(pool_ptr, record, extras, lane, GROUPS, PTX)
             n0, n1, n2, n3 = nibble_words(
                 load_chunk(words + 8 * CHUNK, lane, GROUPS),
                 load_chunk(words + 9 * CHUNK, lane, GROUPS),
@@ -75,7 +76,7 @@ def _unpack_kernel(
                 load_chunk(words, lane, GROUPS), load_chunk(words + CHUNK, lane, GROUPS),
                 load_chunk(words + 2 * CHUNK, lane, GROUPS),
                 load_chunk(words + 3 * CHUNK, lane, GROUPS), kn0, kn1, kn2, kn3, factors,
-                place * 0, key_patches, own, patches, lane, GROUPS, PTX,
+                place * 0, key_patches, own, pool_ptr, place, lane, GROUPS, PTX,
             )  # fmt: skip
             at = key + (tile * 64 + offs_t)[:, None] * stride_kt + offs_d[None, :]
             tl.store(at, x.to(tl.int16, bitcast=True))
@@ -85,7 +86,7 @@ def _unpack_kernel(
                 load_chunk(words + 6 * CHUNK, lane, GROUPS),
                 load_chunk(words + 7 * CHUNK, lane, GROUPS),
                 vn0, vn1, vn2, vn3, low_base, high_base,
-                key_patches, all_patches, own, patches, lane, GROUPS, PTX,
+                key_patches, patches, own, pool_ptr, place, lane, GROUPS, PTX,
             )  # fmt: skip
             at = value + (tile * 64 + offs_t)[None, :] * stride_vt + offs_d[:, None]
             tl.store(at, x.to(tl.int16, bitcast=True))

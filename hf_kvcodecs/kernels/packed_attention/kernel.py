@@ -15,6 +15,7 @@ from ..register_words import (
     load_record,
     nibble_words,
     patch_counts,
+    record_parts,
     register_keys,
     register_values,
 )
@@ -193,15 +194,13 @@ def _packed_attention_kernel(
         begin = first_tile + (count.to(tl.int64) * split // splits).to(tl.int32)
         end = first_tile + (count.to(tl.int64) * (split + 1) // splits).to(tl.int32)
         # Records run two tiles ahead of the arithmetic, what they point at one.
-        place, counts = _record_of_tile(words_ptr + META, table, begin, end, lane, SLOT)
-        extras = load_extras(pool_ptr, place, counts, lane, GROUPS, PTX)
-        next_place, next_counts = _record_of_tile(
-            words_ptr + META, table, begin + 1, end, lane, SLOT
-        )
+        record = _record_of_tile(words_ptr + META, table, begin, end, lane, SLOT)
+        extras = load_extras(pool_ptr, record, lane, GROUPS, PTX)
+        next_record = _record_of_tile(words_ptr + META, table, begin + 1, end, lane, SLOT)
         for t in tl.range(begin, end, num_stages=STAGES):
             # First: ptxas moves no load of words behind the barriers in here, and runs out of
             # registers.
-            escapes, own = escape_words(pool_ptr, place, counts, extras, lane, GROUPS, PTX)
+            escapes, own = escape_words(pool_ptr, record, extras, lane, GROUPS, PTX)
             entry = tl.load(table + (t >> 1))
             slot = tl.maximum(entry, 0).to(tl.int64)
             tile = words_ptr + slot * SLOT + (t & 1) * (11 * CHUNK)
@@ -220,11 +219,10 @@ def _packed_attention_kernel(
             factors = tl.load(meta + 16 + tl.arange(0, 32 * GROUPS))
             factors = tl.reshape(factors, [4, 8 * GROUPS])
             low_base, high_base = lane_bases(meta + 16 + D // 2, lane, GROUPS)
-            next_extras = load_extras(pool_ptr, next_place, next_counts, lane, GROUPS, PTX)
-            place_ahead, counts_ahead = _record_of_tile(
-                words_ptr + META, table, t + 2, end, lane, SLOT
-            )
+            next_extras = load_extras(pool_ptr, next_record, lane, GROUPS, PTX)
+            ahead = _record_of_tile(words_ptr + META, table, t + 2, end, lane, SLOT)
 
+            place, counts = record_parts(record)
             key_patches, patches = patch_counts(counts)
             n0, n1, n2, n3 = nibble_words(h0, h1, h2, escapes, PTX)
             kn0, vn0 = kinds(n0, GROUPS)
@@ -233,7 +231,7 @@ def _packed_attention_kernel(
             kn3, vn3 = kinds(n3, GROUPS)
             keys = register_keys(
                 k0, k1, k2, k3, kn0, kn1, kn2, kn3, factors,
-                place * 0, key_patches, own, pool_ptr + place, lane, GROUPS, PTX,
+                place * 0, key_patches, own, pool_ptr, place, lane, GROUPS, PTX,
             )  # [64, D]  # fmt: skip
             if UPCAST:
                 scores = tl.dot(keys.to(tl.float32), q.to(tl.float32))
@@ -258,18 +256,16 @@ def _packed_attention_kernel(
             acc = tl.reshape(by_lane(acc, D, N) * alpha, [D, N])
             values = register_values(
                 v0, v1, v2, v3, vn0, vn1, vn2, vn3, low_base, high_base,
-                key_patches, patches, own, pool_ptr + place, lane, GROUPS, PTX,
+                key_patches, patches, own, pool_ptr, place, lane, GROUPS, PTX,
             )  # [D, 64]  # fmt: skip
             if UPCAST:
                 acc = tl.dot(values.to(tl.float32), p, acc)
             else:
                 acc = tl.dot(values, p.to(tl.bfloat16), acc)
             extras = next_extras
-            # Triton pipelines no loop that hands a value on as it is: hence the idle arithmetic.
-            place = next_place & 0x7FFFFFFF
-            counts = next_counts ^ (next_place & -0x80000000)
-            next_place = place_ahead
-            next_counts = counts_ahead
+            # Triton pipelines no loop that hands a value on as it is: hence the idle mask.
+            record = next_record & ~(1 << 31)
+            next_record = ahead
 
     if PDL:
         gdc_launch_dependents()

@@ -49,7 +49,8 @@ def _column_max_ptx(columns: int) -> tuple[str, str]:
         at = c // 2 * 128 + c % 2 * 16
         lines.append(f"ld.shared.v4.f32 {{w0, w1, w2, w3}}, [o+{at}];")
         lines += [
-            f"max.f32 w0, w0, w1; max.f32 w2, w2, w3; max.f32 w0, w0, w2; mul.f32 w0, w0, ${scale};",
+            "max.f32 w0, w0, w1; max.f32 w2, w2, w3; max.f32 w0, w0, w2;",
+            f"mul.f32 w0, w0, ${scale};",
             f"max.f32 ${c}, w0, ${3 * n + c}; sub.f32 w1, ${3 * n + c}, ${c};",
             f"ex2.approx.ftz.f32 ${n + c}, w1;",
         ]
