@@ -64,7 +64,7 @@ def main() -> None:
         compiled(_unpack_kernel, layout | {"PTX": True}, "*i16", target, num_warps=4)
         attention = layout | {
             "N": 16, "LENGTHS": False, "SEALED": False, "STARTS": False, "WINDOW": 0,
-            "MASKED": False, "SOFTCAP": False, "STAGES": 5 if head_dim < 256 else 4, "PTX": True,
+            "EDGES": 0, "SOFTCAP": False, "STAGES": 5 if head_dim < 256 else 4, "PTX": True,
             "UPCAST": False, "PDL": target >= 90,
         }  # fmt: skip
         registers = 128 if head_dim < 256 else 255

@@ -75,6 +75,7 @@ CASES = {
     "decode": {},
     "two tokens": {"q_tokens": 2},
     "five tokens of many heads": {"q_tokens": 5, "group": 16},
+    "queries among sealed tokens": {"q_tokens": 5, "tail": 2},
     "no tail": {"tail": 0},
     "window": {"q_tokens": 3, "window": 70},
     "softcap": {"softcap": 3.0},
@@ -82,6 +83,18 @@ CASES = {
     "a start in the tail": {"starts": torch.tensor([270, 3], dtype=torch.int32), "batch": 2},
     "sinks": {"sinks": torch.randn(4)},
     "lengths": {"batch": 2, "lengths": torch.tensor([270, 286], dtype=torch.int32)},
+    "lengths, several tokens": {
+        "batch": 2,
+        "q_tokens": 3,
+        "lengths": torch.tensor([257, 286], dtype=torch.int32),
+    },
+    "sealed tokens visible": {
+        "batch": 2,
+        "q_tokens": 3,
+        "lengths": torch.tensor([270, 286], dtype=torch.int32),
+        "starts": torch.tensor([10, 200], dtype=torch.int32),
+        "sealed_visible": True,
+    },
     "one split": {"splits": 1},
     "raw blocks only": {"head_dim": 80},
     "head_dim 96": {"head_dim": 96, "q_tokens": 2},
@@ -104,6 +117,7 @@ def test_attention(name):
     scale = head_dim**-0.5
     tails = keys[:, :, 256:], values[:, :, 256:]
     found = packed_attention(q, blocks, *tails, splits=splits, **options)
+    options.pop("sealed_visible", None)
     expected = packed_attention_reference(q, keys, values, scale=scale, **options)
     # bf16 in the interpreter truncates, which is twice as far off as rounding.
     error = (found.float() - expected).norm() / expected.norm()

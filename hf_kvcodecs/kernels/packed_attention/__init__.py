@@ -65,6 +65,7 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    sealed_visible: bool = False,
     splits: int | None = None,
 ) -> torch.Tensor:
     """Causal softmax attention over sealed blocks and a dense tail, in one softmax.
@@ -88,6 +89,9 @@ def packed_attention(
         window: a query sees this many tokens, itself included; all if None.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sinks: ``[q_heads]``, a logit per head that joins the softmax and adds no value.
+        sealed_visible: a promise that no query is so early in its row that sealed tokens follow it
+            (always so for one query token, or without ``lengths`` where the tail holds all of
+            them): spares the causal mask.
         splits: programs that share a row's history; by default as many as fill the device.
 
     Returns:
@@ -137,6 +141,13 @@ def packed_attention(
     out = torch.empty((batch, q_tokens, q_heads, head_dim), dtype=q.dtype, device=q.device)
     out = out.transpose(1, 2)
     scale = head_dim**-0.5 if scale is None else scale
+    sealed_visible |= lengths is None and tail_keys.shape[2] >= q_tokens
+    # What hides sealed tokens: nothing, a first visible token per row, or more.
+    edges = (
+        2
+        if q_tokens > 1 and (window or not sealed_visible)
+        else int(bool(window) or starts is not None)
+    )
     width = max(_next_power_of_2(head_dim), 64)
     options = launch_options(q.device)
     # Programmatic dependent launch: the merge is launched while the main kernel ends.
@@ -153,7 +164,7 @@ def packed_attention(
             HEAD_DIM=head_dim, D=width, N=plan.block_n, LENGTHS=lengths is not None,
             SEALED=sealed is not None, STARTS=starts is not None,
             WINDOW=window or 0,
-            MASKED=q_tokens > 1 or window is not None or starts is not None or lengths is not None,
+            EDGES=edges,
             SOFTCAP=softcap is not None, PACKED=blocks.packable, SLOT=blocks.words.shape[1],
             STAGES=plan.stages, PDL=pdl, num_warps=4, **options,
             **({"maxnreg": plan.registers} if options["PTX"] else {}),

@@ -58,7 +58,7 @@ def _dense_tiles(
     acc, m, total, q, table, raw_ptr, raw_list, tail_k, tail_v, stride_kt, stride_vt,
     first_tile, tiles, step, raw_tiles, tail_tokens, sealed, scale, softcap, position_q, start,
     lane, HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr,
+    SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The running softmax with every ``step``-th dense tile of 64 tokens added: first the raw
     blocks', then the tail's."""
@@ -93,7 +93,8 @@ def _dense_tiles(
         scores = _log2_scores(scores, scale, softcap, SOFTCAP)
         seen = _visible((first + offs_t)[:, None], position_q[None, :], start, WINDOW)
         scores = tl.where(seen & mask_t[:, None], scores, float("-inf"))
-        m, alpha = new_max(scores, m, 1.0, lane, N, PTX)
+        # Plainly: each use of the faster way takes shared memory of its own.
+        m, alpha = new_max(scores, m, 1.0, lane, N, False)
         alpha = per_row(alpha)
         p = tl.exp2(by_lane(scores, 64, N) - per_row(m))
         total = total * alpha + p
@@ -128,7 +129,7 @@ def _packed_attention_kernel(
     stride_vb, stride_vh, stride_vt,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
     LENGTHS: tl.constexpr, SEALED: tl.constexpr, STARTS: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, EDGES: tl.constexpr, SOFTCAP: tl.constexpr,
     PACKED: tl.constexpr, SLOT: tl.constexpr,
     STAGES: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +187,7 @@ def _packed_attention_kernel(
         acc, m, total, q, table, raw_ptr, raw_list_ptr + row.to(tl.int64) * table_blocks,
         tail_k, tail_v, stride_kt, stride_vt, splits - 1 - split, dense_tiles, splits, raw_tiles,
         tail_tokens, sealed, scale, softcap, position_q, start, lane,
-        HEAD_DIM, D, N, WINDOW, SOFTCAP, PTX, UPCAST,
+        HEAD_DIM, D, N, WINDOW, SOFTCAP, UPCAST,
     )  # fmt: skip
     if PACKED:
         first_tile = oldest // 64
@@ -242,12 +243,16 @@ def _packed_attention_kernel(
                 score_scale = 1.0
             else:
                 score_scale = scale
-            if MASKED:
-                token = t * 64 + offs_t
-                seen = _visible(token[:, None], position_q[None, :], start, WINDOW)
-                scores = tl.where(seen, scores, float("-inf"))
             # A raw block has another's slot here: it must not count.
-            scores = tl.where(entry < 0, float("-inf"), scores)
+            if EDGES == 0:
+                scores = tl.where(entry < 0, float("-inf"), scores)
+            else:
+                token = t * 64 + offs_t
+                if EDGES == 1:
+                    seen = (token >= oldest)[:, None]
+                else:
+                    seen = _visible(token[:, None], position_q[None, :], start, WINDOW)
+                scores = tl.where(seen & (entry >= 0), scores, float("-inf"))
             m, alpha = new_max(scores, m, score_scale, lane, N, PTX)
             alpha = per_row(alpha)
             p = tl.exp2(by_lane(scores, 64, N) * score_scale - per_row(m))
