@@ -56,19 +56,21 @@ def _record_of_tile(meta_ptr, table, tile, end, lane, SLOT: tl.constexpr):
 @triton.jit
 def _dense_tiles(
     acc, m, total, q, table, raw_ptr, raw_list, tail_k, tail_v, stride_kt, stride_vt,
-    first_tile, tiles, step, raw_tiles, tail_tokens, sealed, scale, softcap, position_q, start,
-    lane, HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
+    first_raw, step, raw_tiles, first_tail, tail_tiles, tail_tokens, sealed, scale, softcap,
+    position_q, start, lane,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax with every ``step``-th dense tile of 64 tokens added: first the raw
-    blocks', then the tail's."""
+    """The running softmax with dense tiles of 64 tokens added: ``raw_tiles`` of the raw blocks,
+    every ``step``-th, then ``tail_tiles`` of the tail."""
     offs_t = tl.arange(0, 64)
     offs_d = tl.arange(0, D)
-    for d in tl.range(first_tile, tiles, step, num_stages=1):
+    for d in tl.range(0, raw_tiles + tail_tiles, num_stages=1):
         in_tail = d >= raw_tiles
-        block = tl.load(raw_list + d // 2, mask=d < raw_tiles, other=0)
+        raw_tile = first_raw + d * step
+        block = tl.load(raw_list + raw_tile // 2, mask=d < raw_tiles, other=0)
         slot = -1 - tl.load(table + block, mask=d < raw_tiles, other=-1).to(tl.int64)
-        token = tl.where(in_tail, (d - raw_tiles) * 64, (d % 2) * 64)
+        token = tl.where(in_tail, (first_tail + d - raw_tiles) * 64, (raw_tile % 2) * 64)
         first = tl.where(in_tail, sealed, block) * 128 + token
         # A raw block that this row does not count as sealed is none of its tokens.
         mask_t = token + offs_t < tl.where(in_tail, tail_tokens, tl.where(block < sealed, 128, 0))
@@ -163,6 +165,30 @@ def _packed_attention_kernel(
     oldest = start
     if WINDOW:
         oldest = tl.maximum(oldest, length - q_tokens + 1 - WINDOW)
+    lane = tl.arange(0, 128)
+    table = table_ptr + row.to(tl.int64) * table_blocks
+
+    # Every split gets as many tiles, packed ones first, then the tail's; raw blocks' are dealt out
+    # beside them, from the last split backwards.
+    tail_tokens = length - sealed * 128
+    if PACKED:
+        first_tile = oldest // 64
+        count = tl.maximum(sealed * 2 - first_tile, 0)
+    else:
+        first_tile = 0
+        count = 0
+    tiles = (count + (tail_tokens + 63) // 64).to(tl.int64)
+    from_tile = tiles * split // splits
+    to_tile = tiles * (split + 1) // splits
+    if PACKED:
+        # Records run two tiles ahead of the arithmetic, what they point at one. Early: the first
+        # ones are waited for.
+        begin = first_tile + tl.minimum(from_tile, count).to(tl.int32)
+        end = first_tile + tl.minimum(to_tile, count).to(tl.int32)
+        record = _record_of_tile(words_ptr + META, table, begin, end, lane, SLOT)
+        next_record = _record_of_tile(words_ptr + META, table, begin + 1, end, lane, SLOT)
+        extras = load_extras(pool_ptr, record, lane, GROUPS, PTX)
+
     q_head = kv_head * group + offs_n % group
     q_col = batch.to(tl.int64) * stride_qb + q_head.to(tl.int64) * stride_qh + query * stride_qt
     q = tl.load(
@@ -173,31 +199,20 @@ def _packed_attention_kernel(
     acc = tl.zeros([D, N], tl.float32)
     m = tl.full([4, 8, N], NEGATIVE, tl.float32)
     total = tl.zeros([1, 4, 2, 8, N], tl.float32)
-    lane = tl.arange(0, 128)
-    table = table_ptr + row.to(tl.int64) * table_blocks
-
-    # Dense tiles: raw blocks, then the tail, dealt out from the last split backwards.
-    raw_tiles = 2 * tl.load(raw_count_ptr + row)
-    tail_tokens = length - sealed * 128
-    dense_tiles = raw_tiles + (tail_tokens + 63) // 64
-    offs_t = tl.arange(0, 64)
+    first_raw = splits - 1 - split
+    raw_tiles = tl.maximum(2 * tl.load(raw_count_ptr + row) - first_raw + splits - 1, 0) // splits
+    first_tail = tl.maximum(from_tile - count, 0).to(tl.int32)
+    last_tail = tl.maximum(to_tile - count, 0).to(tl.int32)
     tail_k = tail_k_ptr + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
     tail_v = tail_v_ptr + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+    offs_t = tl.arange(0, 64)
     acc, m, total = _dense_tiles(
         acc, m, total, q, table, raw_ptr, raw_list_ptr + row.to(tl.int64) * table_blocks,
-        tail_k, tail_v, stride_kt, stride_vt, splits - 1 - split, dense_tiles, splits, raw_tiles,
-        tail_tokens, sealed, scale, softcap, position_q, start, lane,
+        tail_k, tail_v, stride_kt, stride_vt, first_raw, splits, raw_tiles,
+        first_tail, last_tail - first_tail, tail_tokens, sealed, scale, softcap, position_q, start, lane,
         HEAD_DIM, D, N, WINDOW, SOFTCAP, UPCAST,
     )  # fmt: skip
     if PACKED:
-        first_tile = oldest // 64
-        count = tl.maximum(sealed * 2 - first_tile, 0)
-        begin = first_tile + (count.to(tl.int64) * split // splits).to(tl.int32)
-        end = first_tile + (count.to(tl.int64) * (split + 1) // splits).to(tl.int32)
-        # Records run two tiles ahead of the arithmetic, what they point at one.
-        record = _record_of_tile(words_ptr + META, table, begin, end, lane, SLOT)
-        extras = load_extras(pool_ptr, record, lane, GROUPS, PTX)
-        next_record = _record_of_tile(words_ptr + META, table, begin + 1, end, lane, SLOT)
         for t in tl.range(begin, end, num_stages=STAGES):
             # First: ptxas moves no load of words behind the barriers in here, and runs out of
             # registers.
