@@ -67,7 +67,7 @@ def main() -> None:
             "EDGES": 0, "SOFTCAP": False, "STAGES": 5 if head_dim < 256 else 4, "PTX": True,
             "UPCAST": False, "PDL": target >= 90,
         }  # fmt: skip
-        registers = 128 if head_dim < 256 else 255
+        registers = 168 if head_dim < 256 else 255
         result = compiled(
             _packed_attention_kernel, attention, "*bf16", target, num_warps=4, maxnreg=registers
         )

@@ -209,7 +209,8 @@ def _packed_attention_kernel(
     acc, m, total = _dense_tiles(
         acc, m, total, q, table, raw_ptr, raw_list_ptr + row.to(tl.int64) * table_blocks,
         tail_k, tail_v, stride_kt, stride_vt, first_raw, splits, raw_tiles,
-        first_tail, last_tail - first_tail, tail_tokens, sealed, scale, softcap, position_q, start, lane,
+        first_tail, last_tail - first_tail, tail_tokens, sealed, scale, softcap,
+        position_q, start, lane,
         HEAD_DIM, D, N, WINDOW, SOFTCAP, UPCAST,
     )  # fmt: skip
     if PACKED:
