@@ -208,12 +208,13 @@ def codec_latency(kv: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
         row = {"tokens": tokens, "encode": replayed([encode], 4)}
         row["decode"] = replayed([lambda blocks=blocks: register_unpack(blocks)], 4)
         row["copy"] = replayed([lambda k=k, v=v: (k.clone(), v.clone())], 4)
+        row |= nvcomp_latency(torch.cat([k, v]).view(torch.uint8).flatten())
+        data = torch.cat([k, v]).cpu().view(torch.int16).numpy().tobytes()
         try:
             import zstandard
         except ImportError:
             rows.append(row)
             continue
-        data = torch.cat([k, v]).cpu().view(torch.int16).numpy().tobytes()
         begin = time.perf_counter()
         small = zstandard.ZstdCompressor(level=1, threads=-1).compress(data)
         middle = time.perf_counter()
@@ -223,6 +224,32 @@ def codec_latency(kv: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
         row["zstd bits"] = 16 * len(small) / len(data)
         rows.append(row)
     return rows
+
+
+def nvcomp_latency(data: torch.Tensor) -> dict[str, float]:
+    """nvCOMP's entropy coder (``nvidia-nvcomp-cu12``) on the same bytes, if it is installed."""
+    try:
+        from nvidia import nvcomp
+    except ImportError:
+        return {}
+    codec, source = nvcomp.Codec(algorithm="ANS"), nvcomp.as_array(data)
+    found = {}
+    for name, call in (
+        ("nvCOMP encode", lambda: codec.encode(source)),
+        ("nvCOMP decode", lambda: codec.decode(packed)),
+    ):
+        times = []
+        for _ in range(6):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            result = call()
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - begin) * 1e6)
+        found[name] = sorted(times)[len(times) // 2]
+        if name == "nvCOMP encode":
+            packed = result
+            found["nvCOMP bits"] = 16 * packed.buffer_size / data.numel()
+    return found
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -262,6 +289,7 @@ def main() -> None:
     parser.add_argument("--kv", type=Path, required=True, help="captured keys and values")
     parser.add_argument("--quick", action="store_true", help="the headline shapes only")
     parser.add_argument("--eager", action="store_true", help="single calls too, host time included")
+    parser.add_argument("--codec", action="store_true", help="encode and decode alone")
     parser.add_argument("--gaussian", action="store_true", help="normal numbers instead")
     parser.add_argument("--tail", type=int, default=64, help="dense tokens behind the blocks")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting cases after this")
@@ -276,6 +304,8 @@ def main() -> None:
                 for tokens in (8192, 32768, 65536, 131072) if wide else (8192, 65536):
                     if (shape, batch, tokens, 1) not in cases and shape != "Qwen3-8B":
                         cases.append((shape, batch, tokens, 1))
+    if args.codec:
+        cases = []
     begin, rows = time.monotonic(), []
     for shape, batch, tokens, q_tokens in cases:
         if time.monotonic() - begin > args.seconds:
@@ -285,7 +315,8 @@ def main() -> None:
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()})
     codec = codec_latency(kv)
     write_results(args.out, environment(), [*rows, *({"codec": row} for row in codec)])
-    plot(rows, args.out.with_suffix(".png"))
+    if rows:
+        plot(rows, args.out.with_suffix(".png"))
     print_table("Encode and decode, microseconds", codec)
     names = ("shape", "batch", "tokens", "q_tokens", "packed", "cuDNN", "flash", "FA3", "factor")
     print_table("Attention, microseconds a call", rows, {name: name for name in names})

@@ -136,9 +136,9 @@ def _encode(
                 return None
             counts = found[0] | found[1] << 8
             lists = halves[lanes].transpose(0, 1).reshape(1 if G < 4 else 2, -1)
-            for number, entries in enumerate(lists):
+            for at, entries in enumerate(lists):
                 quads, packed = _list(entries)
-                counts |= quads << (16 + 8 * number)
+                counts |= quads << (16 + 8 * at)
                 pool += packed
             warps.append((start, counts))
         parts.append(warps)

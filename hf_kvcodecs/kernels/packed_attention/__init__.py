@@ -195,13 +195,15 @@ class _Plan:
 def _plan(device: torch.device, rows: int, columns: int, head_dim: int, blocks: int) -> _Plan:
     """One wave over the device's multiprocessors, at least a block for each program.
 
-    Measured on an H200: three programs of 168 registers beat four of 128 from 8K to 128K tokens,
-    and more splits than one wave lose everywhere.
+    Measured on an H200: three programs of 168 registers beat four of 128 from 8K to 128K tokens
+    (not with head_dim 64), and more splits than one wave lose everywhere.
     """
     block_n = min(max(16, _next_power_of_2(columns)), 64)
     rows *= -(-columns // block_n)
     wave = _multiprocessors(device)
-    programs, registers = (3, 168) if block_n <= 32 and head_dim <= 128 else (2, 255)
+    programs, registers = 2, 255
+    if block_n <= 32 and head_dim <= 128:
+        programs, registers = (4, 128) if head_dim <= 64 and block_n == 16 else (3, 168)
     stages = 5 if head_dim <= 128 else 4
     splits = max(1, min(programs * wave // rows, blocks, MAX_SPLITS))
     return _Plan(block_n, splits, registers, stages)
