@@ -233,23 +233,23 @@ def nvcomp_latency(data: torch.Tensor) -> dict[str, float]:
     except ImportError:
         return {}
     codec, source = nvcomp.Codec(algorithm="ANS"), nvcomp.as_array(data)
-    found = {}
-    for name, call in (
-        ("nvCOMP encode", lambda: codec.encode(source)),
-        ("nvCOMP decode", lambda: codec.decode(packed)),
-    ):
+    packed = codec.encode(source)
+
+    def median(call: Callable[[], Any]) -> float:
         times = []
         for _ in range(6):
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            result = call()
+            call()
             torch.cuda.synchronize()
             times.append((time.perf_counter() - begin) * 1e6)
-        found[name] = sorted(times)[len(times) // 2]
-        if name == "nvCOMP encode":
-            packed = result
-            found["nvCOMP bits"] = 16 * packed.buffer_size / data.numel()
-    return found
+        return sorted(times)[len(times) // 2]
+
+    return {
+        "nvCOMP encode": median(lambda: codec.encode(source)),
+        "nvCOMP decode": median(lambda: codec.decode(packed)),
+        "nvCOMP bits": 16 * packed.buffer_size / data.numel(),
+    }
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
