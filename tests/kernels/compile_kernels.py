@@ -65,7 +65,7 @@ def main() -> None:
         attention = layout | {
             "N": 16, "LENGTHS": False, "SEALED": False, "STARTS": False, "WINDOW": 0,
             "EDGES": 0, "SOFTCAP": False, "STAGES": 5 if head_dim < 256 else 4, "PTX": True,
-            "UPCAST": False, "PDL": target >= 90,
+            "UPCAST": False, "WGMMA": target == 90, "PDL": target >= 90,
         }  # fmt: skip
         registers = 168 if head_dim < 256 else 255
         result = compiled(

@@ -152,6 +152,7 @@ def packed_attention(
     options = launch_options(q.device)
     # Programmatic dependent launch: the merge is launched while the main kernel ends.
     pdl = options["PTX"] and capability(q.device) >= 9
+    wgmma = options["PTX"] and capability(q.device) == 9
     with on_device(q.device):
         _packed_attention_kernel[(splits, batch * kv_heads, -(-columns // plan.block_n))](
             q, blocks.words, blocks.pool, blocks.table, blocks.raw.view(torch.bfloat16),
@@ -166,7 +167,7 @@ def packed_attention(
             WINDOW=window or 0,
             EDGES=edges,
             SOFTCAP=softcap is not None, PACKED=blocks.packable, SLOT=blocks.words.shape[1],
-            STAGES=plan.stages, PDL=pdl, num_warps=4, **options,
+            STAGES=plan.stages, WGMMA=wgmma, PDL=pdl, num_warps=4, **options,
             **({"maxnreg": plan.registers} if options["PTX"] else {}),
         )  # fmt: skip
         # Few heads: share out their channels too, so that the merge fills more of the device.

@@ -133,7 +133,8 @@ def _packed_attention_kernel(
     LENGTHS: tl.constexpr, SEALED: tl.constexpr, STARTS: tl.constexpr,
     WINDOW: tl.constexpr, EDGES: tl.constexpr, SOFTCAP: tl.constexpr,
     PACKED: tl.constexpr, SLOT: tl.constexpr,
-    STAGES: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PTX: tl.constexpr, WGMMA: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUPS: tl.constexpr = D // 64
     CHUNK: tl.constexpr = 256 * GROUPS
@@ -269,7 +270,7 @@ def _packed_attention_kernel(
                 else:
                     seen = _visible(token[:, None], position_q[None, :], start, WINDOW)
                 scores = tl.where(seen & (entry >= 0), scores, float("-inf"))
-            m, alpha = new_max(scores, m, score_scale, lane, N, PTX)
+            m, alpha = new_max(scores, m, score_scale, lane, N, WGMMA)
             alpha = per_row(alpha)
             p = tl.exp2(by_lane(scores, 64, N) * score_scale - per_row(m))
             total = total * alpha + p

@@ -89,24 +89,25 @@ def _whole(low, high):
 
 
 @triton.jit
-def new_max(scores, m, scale, lane, N: tl.constexpr, PTX: tl.constexpr):
+def new_max(scores, m, scale, lane, N: tl.constexpr, WGMMA: tl.constexpr):
     """The columns' maxima ``[4, 8, N]`` with ``[64, N]`` scores times ``scale`` seen too, and 2 to
     the power of the old ones less the new; ``lane`` int32 ``[128]``.
 
-    Inline PTX also keeps Triton from carrying the maxima in three layouts.
+    ``WGMMA``: inline PTX that relies on Hopper's order of a product's numbers; besides, it keeps
+    Triton from carrying the maxima in three layouts.
     """
     own = tl.reshape(tl.max(by_lane(scores, 64, N), 2), [4, 8, N])
-    if PTX and N == 16:
+    if WGMMA and N == 16:
         x0, x1, x2, x3 = _split4(own)
         m0, m1, m2, m3 = _split4(m)
         scales = tl.full([4, 8, 4], 1.0, tl.float32) * scale
         m0, m1, m2, m3, a0, a1, a2, a3 = tl.inline_asm_elementwise(
             MAX_16, MAX_IO_16,
             [x0, x1, x2, x3, m0, m1, m2, m3, scales, tl.reshape(lane, [4, 8, 4])],
-            (tl.float32,) * 8, False, 1,
+            (tl.float32,) * 8, True, 1,
         )  # fmt: skip
         return _join4(m0, m1, m2, m3), _join4(a0, a1, a2, a3)
-    elif PTX and N == 32:
+    elif WGMMA and N == 32:
         low, high = _halves(own)
         x0, x1, x2, x3 = _split4(low)
         x4, x5, x6, x7 = _split4(high)
@@ -120,7 +121,7 @@ def new_max(scores, m, scale, lane, N: tl.constexpr, PTX: tl.constexpr):
                 x0, x1, x2, x3, x4, x5, x6, x7, m0, m1, m2, m3, m4, m5, m6, m7, scales,
                 tl.reshape(lane, [4, 8, 4]),
             ],
-            (tl.float32,) * 16, False, 1,
+            (tl.float32,) * 16, True, 1,
         )  # fmt: skip
         m = _whole(_join4(m0, m1, m2, m3), _join4(m4, m5, m6, m7))
         return m, _whole(_join4(a0, a1, a2, a3), _join4(a4, a5, a6, a7))
