@@ -16,7 +16,6 @@ from .compat import attention_arguments, calling_attention, notice_once
 from .files import load_cache, save_cache
 from .guards import NeedsConfigForOtherLayers, PromptLength, check_first_forward, check_layer_order
 from .layer import GAACLayer, GAACOptions, check_states
-from .pair import KVPair
 from .report import MemoryReport, measure
 from .view import dense_of
 
@@ -164,7 +163,7 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         your own."""
         layer = self.layers[layer_idx]
         if isinstance(layer, GAACLayer) and layer.is_initialized:
-            packed = KVPair(layer.pair.sequences).dense()
+            packed = layer.pair.snapshot().dense()
             return packed[0].clone(), packed[1].clone()
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None:

@@ -10,7 +10,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..codecs import RawCodec, TensorCodec, codec_for
 from ..errors import CacheMisuseError
+from ..kernels.register_blocks import BLOCK_TOKENS
 from .compat import notice_once
+from .fused import FusedPair, can_fuse
 from .pair import KVPair
 from .sequence import PackedSequence
 from .view import KVView
@@ -40,6 +42,15 @@ class GAACOptions:
                 f"pack_from: expected a number of tokens of at least 0, got {self.pack_from!r}"
             )
 
+    def fuses(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether states like these are kept for fused attention."""
+        return (
+            self.backend == "auto"
+            and self.kv_dtype is None
+            and self.block_tokens == BLOCK_TOKENS
+            and can_fuse(keys, values)
+        )
+
     def codec(self, dtype: torch.dtype) -> TensorCodec:
         """The codec for states of ``dtype``."""
         stored = KV_DTYPES[self.kv_dtype] if self.kv_dtype else dtype
@@ -62,28 +73,35 @@ class GAACLayer(CacheLayerMixin):
     def __init__(self, options: GAACOptions | None = None) -> None:
         # Not the base class's __init__, which assigns keys and values: here they are properties.
         self.options = options or GAACOptions()
-        self._pair: KVPair | None = None
+        self._pair: KVPair | FusedPair | None = None
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]  # an attribute there
         return self._pair is not None
 
     @property
-    def pair(self) -> KVPair:
+    def pair(self) -> KVPair | FusedPair:
         """What the layer holds; raises ``ValueError`` before the first update."""
         if self._pair is None:
             raise ValueError("this layer holds no keys and values yet")
         return self._pair
 
     @pair.setter
-    def pair(self, pair: KVPair) -> None:
+    def pair(self, pair: KVPair | FusedPair) -> None:
         self._pair = pair
 
     @property
     def sequences(self) -> tuple[PackedSequence, ...]:
-        """The packed sequences held: none before the first update, one for keys and values
-        together, or two."""
-        return self._pair.sequences if self._pair else ()
+        """The layer as packed sequences, as files have them: none before the first update, one for
+        keys and values together, or two."""
+        return self._portable().sequences if self._pair else ()
+
+    def _portable(self) -> KVPair:
+        """What is held, in the layout that every device reads."""
+        if isinstance(self.pair, KVPair):
+            return self.pair
+        keys, values = self.pair.dense()
+        return KVPair.begin(keys, values, self.options.codec).append(keys, values).seal()
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute there
@@ -115,12 +133,27 @@ class GAACLayer(CacheLayerMixin):
                 device) or that require grad. The layer is unchanged then.
         """
         check_states(key_states, value_states, self._pair)
+        if self.options.fuses(key_states, value_states):
+            return self._update_fused(key_states, value_states)
         held = self._pair or KVPair.begin(key_states, value_states, self.options.codec)
+        assert isinstance(held, KVPair)  # check_states saw to the dtype and the device
         pair = held.append(key_states, value_states)
-        self._pair = (
-            pair.map(PackedSequence.seal) if pair.tokens >= self.options.pack_from else pair
-        )
+        self._pair = pair.seal() if pair.tokens >= self.options.pack_from else pair
         return tensors_of(pair)
+
+    def _update_fused(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        held = self._pair
+        if not isinstance(held, FusedPair):  # nothing yet, or loaded, or back from another device
+            old = held
+            held = FusedPair(keys, values)
+            if old is not None and old.tokens:
+                held.append(*old.dense(), seal=old.tokens >= self.options.pack_from)
+        first = held.tokens == 0
+        tokens = held.tokens + keys.shape[2]
+        self._pair = held.append(keys, values, seal=tokens >= self.options.pack_from)
+        return (keys, values) if first else tensors_of(self._pair)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -145,7 +178,7 @@ class GAACLayer(CacheLayerMixin):
             )
         if tokens_to_remove and self._pair:
             tokens = max(self._pair.tokens + tokens_to_remove, 0)
-            self._pair = self._pair.map(lambda sequence: sequence.crop(tokens))
+            self._pair = self._pair.crop(tokens)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps rows ``indices`` (int64 or bool) of the batch, in that order."""
@@ -175,27 +208,28 @@ class GAACLayer(CacheLayerMixin):
     def move(self, device: torch.device) -> None:
         """Moves everything held to ``device``."""
         if self._pair and self.device != device:
-            self._pair = self._pair.map(
+            self._pair = self._portable().map(
                 lambda sequence: sequence.map(lambda tensor: tensor.to(device))
             )
 
     def __repr__(self) -> str:
         if not self._pair:
             return "GAACLayer(empty)"
-        sealed, codec = self._pair.sealed_tokens, self._pair.sequences[0].codec
-        return (
-            f"GAACLayer({sealed} tokens packed by {codec.id!r}, {self._pair.tokens - sealed} dense)"
-        )
+        sealed = self._pair.sealed_tokens
+        how = "for fused attention"
+        if isinstance(self._pair, KVPair):
+            how = f"by {self._pair.sequences[0].codec.id!r}"
+        return f"GAACLayer({sealed} tokens packed {how}, {self._pair.tokens - sealed} dense)"
 
 
-def tensors_of(pair: KVPair) -> tuple[torch.Tensor, torch.Tensor]:
+def tensors_of(pair: KVPair | FusedPair) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values as attention gets them: views once a block is sealed, the dense tail
     before."""
-    pair = KVPair(pair.sequences)  # what a reader decodes must not stay in the layer
-    return (KVView(pair, 0), KVView(pair, 1)) if pair.sealed_tokens else pair.dense()
+    source = pair.snapshot()  # what a reader decodes must not stay in the layer
+    return (KVView(source, 0), KVView(source, 1)) if source.sealed_tokens else source.dense()
 
 
-def check_states(keys: torch.Tensor, values: torch.Tensor, held: KVPair | None) -> None:
+def check_states(keys: torch.Tensor, values: torch.Tensor, held: KVPair | FusedPair | None) -> None:
     """Raises :class:`CacheMisuseError` unless ``keys`` and ``values`` can follow what a layer
     holds."""
     for index, (name, states) in enumerate((("keys", keys), ("values", values))):

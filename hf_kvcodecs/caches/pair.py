@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -64,6 +65,26 @@ class KVPair:
     def dtype(self, index: int) -> torch.dtype:
         return self._part(index).dtype
 
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of sealed blocks."""
+        return sum(sequence.packed_nbytes for sequence in self.sequences)
+
+    @property
+    def tail_nbytes(self) -> int:
+        """Bytes of dense tokens."""
+        return sum(sequence.tail.nbytes for sequence in self.sequences)
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of as many tokens in a plain cache."""
+        return sum(math.prod(s.shape) * s.dtype.itemsize for s in self.sequences)
+
+    @property
+    def packed_elements(self) -> int:
+        """Numbers in sealed blocks."""
+        return sum(s.shape[0] * s.shape[1] * s.sealed_tokens * s.shape[3] for s in self.sequences)
+
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> KVPair:
         """With new tokens behind the others, dense for now."""
         states = (torch.cat([keys, values]),) if self.together else (keys, values)
@@ -73,6 +94,18 @@ class KVPair:
         """``function`` (a crop, a seal, a move: the same for keys and values) applied to each
         sequence."""
         return KVPair(tuple(function(sequence) for sequence in self.sequences))
+
+    def seal(self) -> KVPair:
+        """With every full block of the tail packed."""
+        return self.map(PackedSequence.seal)
+
+    def crop(self, tokens: int) -> KVPair:
+        """The first ``tokens`` tokens."""
+        return self.map(lambda sequence: sequence.crop(tokens))
+
+    def snapshot(self) -> KVPair:
+        """For views: what a reader decodes stays there, not in the layer."""
+        return KVPair(self.sequences)
 
     def select_batch(self, index: torch.Tensor) -> KVPair:
         """Rows ``index`` (int64) of the batch, in that order, repeats allowed."""

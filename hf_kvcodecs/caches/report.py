@@ -18,7 +18,8 @@ class MemoryReport:
 
     Attributes:
         tokens: tokens of the longest layer (padding included).
-        packed_bytes: sealed blocks, with every table, index and count.
+        packed_bytes: sealed blocks, with every table, index and count (on GPUs also memory kept for
+            the next ones).
         tail_bytes: dense tokens: tails, and layers that stay dense (sliding window, linear
             attention).
         dense_bytes: what the same tokens take in transformers' own layers, in the model's dtype.
@@ -61,12 +62,11 @@ def measure(layers: Iterable[Any]) -> MemoryReport:
     for layer in layers:
         if isinstance(layer, GAACLayer):
             tokens = max(tokens, layer.get_seq_length())
-            for sequence in layer.sequences:
-                packed += sequence.packed_nbytes
-                tail += sequence.tail.nbytes
-                batch, heads, length, head_dim = sequence.shape
-                dense += batch * heads * length * head_dim * sequence.dtype.itemsize
-                elements += batch * heads * sequence.sealed_tokens * head_dim
+            if layer.is_initialized:
+                packed += layer.pair.packed_nbytes
+                tail += layer.pair.tail_nbytes
+                dense += layer.pair.dense_nbytes
+                elements += layer.pair.packed_elements
         else:
             held = storage_bytes(vars(layer))
             tail += held

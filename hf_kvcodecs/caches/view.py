@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from .fused import FusedSnapshot
+from .lazy_attention import fused_attention
 from .pair import KVPair
 
 # What a tensor can be asked without its numbers. Anything else makes the dense tensor first.
@@ -29,15 +31,15 @@ class KVView(torch.Tensor):
 
     Shape, dtype, device and strides (contiguous) are known without decoding. Any operation on it
     computes with the exact dense tensor, made at the first use and kept until the view dies: one
-    layer at a time within a model. ``scaled_dot_product_attention`` passes through
-    :meth:`__torch_function__`, where a fused kernel can take over.
+    layer at a time within a model. Only ``scaled_dot_product_attention`` may be answered without:
+    by the kernel that reads packed blocks, see :mod:`hf_kvcodecs.caches.lazy_attention`.
     """
 
-    source: KVPair
+    source: KVPair | FusedSnapshot
     part: int
 
     @staticmethod
-    def __new__(cls, source: KVPair, part: int) -> KVView:
+    def __new__(cls, source: KVPair | FusedSnapshot, part: int) -> KVView:
         view = torch.Tensor._make_wrapper_subclass(
             cls,
             source.shape(part),
@@ -78,6 +80,9 @@ class KVView(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        out = fused_attention(func, args, kwargs)
+        if out is not None:
+            return out
         args, kwargs = tree_map_only(KVView, KVView.dense, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -97,6 +97,12 @@ def triton_missing(device: torch.device) -> str | None:
     return f"tensors on {device}: Triton kernels run on CUDA and ROCm devices"
 
 
+def fused_device(device: torch.device) -> bool:
+    """Whether caches on ``device`` are kept in the kernels' own memory. Not on CPUs, where kernels
+    are only interpreted."""
+    return device.type == "cuda" and triton_missing(device) is None
+
+
 @functools.cache
 def capability(device: torch.device) -> int:
     """The first number of an NVIDIA GPU's compute capability."""

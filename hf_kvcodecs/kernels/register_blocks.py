@@ -52,7 +52,8 @@ raw slot``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -130,11 +131,7 @@ class RegisterBlocks:
         if raw_slots is None:
             raw_slots = max(records // 16, min(records, 64)) if packable else records
 
-        if pool_words >= MAX_POOL_WORDS:
-            raise ValueError(
-                f"pool_words: {pool_words}; expected fewer than {MAX_POOL_WORDS} (4 GiB). Use one "
-                "RegisterBlocks per layer and fewer rows in each"
-            )
+        _check_pool(pool_words)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -152,6 +149,64 @@ class RegisterBlocks:
             raw_count=zeros(batch, kv_heads),
             cursors=zeros(3),
         )
+
+    def resized(
+        self,
+        *,
+        blocks: int | None = None,
+        pool_words: int | None = None,
+        raw_slots: int | None = None,
+    ) -> RegisterBlocks:
+        """The same sealed blocks in memory of other sizes; what keeps its size is shared with this
+        object, which must not be used any more. No size may fall below what is used."""
+        result = replace(self)
+        if blocks is not None and blocks != self.table.shape[2]:
+            result._gather(self, self.table, self.raw_list, blocks)
+        if pool_words is not None and pool_words != self.pool.numel():
+            _check_pool(pool_words)
+            result.pool = _resized(self.pool, max(pool_words, 2))
+        if raw_slots is not None and raw_slots != self.raw.shape[0]:
+            result.raw = _resized(self.raw, max(raw_slots, 1))
+        return result
+
+    def rows(self, index: torch.Tensor) -> RegisterBlocks:
+        """Rows ``index`` (int64 ``[n]``, repeats allowed) of the batch. Sealed blocks never change,
+        so that as many rows as before share this object's memory; it must not be used any more."""
+        result = replace(self, raw_count=self.raw_count.index_select(0, index))
+        table, raw_list = (x.index_select(0, index) for x in (self.table, self.raw_list))
+        if len(index) == self.table.shape[0]:
+            result.table, result.raw_list = table, raw_list
+        else:
+            result._gather(self, table, raw_list, self.table.shape[2])
+        return result
+
+    def clone(self) -> RegisterBlocks:
+        """An independent copy."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors: Any = {k: v.clone() for k, v in held.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **tensors)
+
+    def _gather(
+        self, source: RegisterBlocks, table: torch.Tensor, raw_list: torch.Tensor, blocks: int
+    ) -> None:
+        """Takes the blocks that ``table`` ``[batch, kv_heads, n]`` names in ``source``, with places
+        for ``blocks`` a row."""
+        batch, heads, capacity = table.shape
+        kept = min(self.blocks, capacity)
+        slots = batch * heads * blocks if self.packable else 0
+        self.words = source.words.new_zeros((max(slots, 1), source.words.shape[1]))
+        entries = table.new_zeros((batch, heads, blocks))
+        places = torch.arange(batch * heads * blocks, device=table.device, dtype=table.dtype)
+        found = table[:, :, :kept]
+        entries[:, :, :kept] = torch.where(found < 0, found, places.view_as(entries)[:, :, :kept])
+        if slots and kept:
+            old = found.clamp(min=0).flatten(0, 1).long()
+            for row in range(batch * heads):  # row by row: no second copy of them all
+                part = self.words[row * blocks : row * blocks + kept]
+                torch.index_select(source.words, 0, old[row], out=part)
+        self.table = entries
+        self.raw_list = raw_list.new_zeros((batch, heads, blocks))
+        self.raw_list[:, :, :kept] = raw_list[:, :, :kept]
 
     @property
     def packable(self) -> bool:
@@ -179,3 +234,19 @@ class RegisterBlocks:
                 f"{self.raw.shape[0]} raw ones. Allocate with more raw_slots (or pool_words), and "
                 "pack again."
             )
+
+
+def _resized(memory: torch.Tensor, size: int) -> torch.Tensor:
+    """The first ``size`` entries of ``memory``, with more behind them if there are fewer."""
+    result = memory.new_empty((size, *memory.shape[1:]))
+    kept = min(size, memory.shape[0])
+    result[:kept] = memory[:kept]
+    return result
+
+
+def _check_pool(pool_words: int) -> None:
+    if pool_words >= MAX_POOL_WORDS:
+        raise ValueError(
+            f"pool_words: {pool_words}; expected fewer than {MAX_POOL_WORDS} (4 GiB). Use one "
+            "RegisterBlocks per layer and fewer rows in each"
+        )

@@ -105,20 +105,26 @@ def apply_patches(packed: PackedBlocks, out: torch.Tensor, block_tokens: int) ->
 
 
 def register_unpack(
-    blocks: RegisterBlocks, start: int = 0, stop: int | None = None
+    blocks: RegisterBlocks,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The very keys and values that were sealed, bit for bit, without waiting for the GPU.
 
     Args:
         blocks: sealed by :func:`hf_kvcodecs.kernels.exponent_pack.register_pack`.
         start, stop: the range of blocks; all if left out.
+        into: bf16 ``[2, batch, kv_heads, (stop - start) * 128, head_dim]``, head_dim contiguous:
+            written and returned; a new tensor if None.
 
     Returns:
-        keys and values, bf16 ``[batch, kv_heads, (stop - start) * 128, head_dim]``, contiguous.
+        keys and values, bf16 ``[batch, kv_heads, (stop - start) * 128, head_dim]``.
 
     Raises:
         UnsupportedLayoutError: no Triton, or no GPU that it runs on.
-        ValueError: a range that is not sealed.
+        ValueError: a range that is not sealed, or another ``into``.
     """
     device = blocks.table.device
     missing = triton_missing(device)
@@ -129,7 +135,14 @@ def register_unpack(
         raise ValueError(f"blocks {start} to {stop}: expected a range within 0 to {blocks.blocks}")
     batch, kv_heads, capacity = blocks.table.shape
     shape = (2, batch, kv_heads, (stop - start) * BLOCK_TOKENS, blocks.head_dim)
-    keys, values = torch.empty(shape, dtype=torch.int16, device=device)
+    if into is None:
+        into = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    if (into.shape, into.dtype, into.device) != (shape, torch.bfloat16, device):
+        raise ValueError(
+            f"into: expected bfloat16 {shape} on {device}, got {into.dtype} {tuple(into.shape)} on "
+            f"{into.device}"
+        )
+    keys, values = into.view(torch.int16)
     if stop > start:
         from .kernel import _unpack_kernel
 
@@ -141,4 +154,4 @@ def register_unpack(
                 D=max(1 << (blocks.head_dim - 1).bit_length(), 64), SLOT=blocks.words.shape[1],
                 PACKED=blocks.packable, PTX=launch_options(device)["PTX"], num_warps=4,
             )  # fmt: skip
-    return keys.view(torch.bfloat16), values.view(torch.bfloat16)
+    return into[0], into[1]

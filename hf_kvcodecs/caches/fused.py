@@ -1,0 +1,304 @@
+"""Keys and values of one layer on a GPU: sealed blocks that fused attention reads, a dense tail."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from ..errors import CacheMisuseError
+from ..kernels.dispatch import fused_device
+from ..kernels.exponent_pack import register_pack
+from ..kernels.exponent_unpack import register_unpack
+from ..kernels.packed_attention import packed_attention, unsupported_reason
+from ..kernels.register_blocks import BLOCK_TOKENS, HEAD_DIMS, RegisterBlocks
+
+# Dense tokens kept behind the sealed ones: a crop of a few tokens (drafts) opens no block.
+KEEP_TOKENS = 64
+TAIL_TOKENS = BLOCK_TOKENS + 2 * KEEP_TOKENS
+POOL_WORDS = 384  # reserved per block of 128 channels; real caches take about 270
+
+
+def can_fuse(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether states like these can be kept as a :class:`FusedPair`."""
+    return (
+        keys.dtype == values.dtype == torch.bfloat16
+        and keys.shape == values.shape
+        and keys.shape[3] in HEAD_DIMS
+        and keys.device == values.device
+        and fused_device(keys.device)
+    )
+
+
+class FusedPair:
+    """What :class:`hf_kvcodecs.caches.pair.KVPair` is, in memory that is written in place.
+
+    A token is copied once into the tail, and once more into a block when that is sealed; nothing
+    else moves. Sealing does not wait for the device: room for the blocks of one call that may stay
+    raw is there beforehand. A view of an earlier state reads its tokens from here as long as they
+    are the first ones; after a crop or a change of the batch it raises.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        batch, heads, _, head_dim = keys.shape
+        self.tokens = 0
+        self.epoch = 0
+        self.blocks = RegisterBlocks.allocate(
+            batch, heads, head_dim, 0, keys.device, pool_words=0, raw_slots=0
+        )
+        self.tail = keys.new_empty((2, batch, heads, 0, head_dim))
+        self._cursors: torch.Tensor | None = None  # pinned, once a seal was launched
+        self._settled: torch.cuda.Event | None = None
+        self._pool_used = self._raw_used = 0
+
+    @property
+    def batch(self) -> int:
+        return self.tail.shape[1]
+
+    @property
+    def sealed_tokens(self) -> int:
+        return self.blocks.blocks * BLOCK_TOKENS
+
+    @property
+    def tail_tokens(self) -> int:
+        return self.tokens - self.sealed_tokens
+
+    @property
+    def device(self) -> torch.device:
+        return self.tail.device
+
+    def shape(self, index: int) -> tuple[int, int, int, int]:
+        """``[batch, kv_heads, tokens, head_dim]``."""
+        _, batch, heads, _, head_dim = self.tail.shape
+        return batch, heads, self.tokens, head_dim
+
+    def dtype(self, index: int) -> torch.dtype:
+        return self.tail.dtype
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of as many tokens in a plain cache."""
+        return self.tokens * self.tail[:, :, :, 0].numel() * 2 if self.tokens else 0
+
+    @property
+    def packed_elements(self) -> int:
+        """Numbers in sealed blocks."""
+        _, batch, heads, _, head_dim = self.tail.shape
+        return 2 * batch * heads * head_dim * self.sealed_tokens
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of the memory held for sealed blocks, the part not yet used included."""
+        held = self.blocks
+        tensors = (held.words, held.pool, held.raw, held.table, held.raw_list, held.raw_count)
+        return sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def tail_nbytes(self) -> int:
+        return self.tail.nbytes
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, seal: bool = True) -> FusedPair:
+        """This pair with new tokens behind the others; full blocks are sealed if ``seal``."""
+        held, new = self.tail_tokens, keys.shape[2]
+        blocks = max((held + new - KEEP_TOKENS) // BLOCK_TOKENS, 0) if seal else 0
+        if held + new <= self.tail.shape[3]:
+            self._write(held, keys, values)
+            self.tokens += new
+            if blocks:
+                self._seal(self.tail[:, :, :, : blocks * BLOCK_TOKENS])
+                kept = held + new - blocks * BLOCK_TOKENS
+                rest = self.tail[:, :, :, blocks * BLOCK_TOKENS :][:, :, :, :kept].clone()
+                self.tail[:, :, :, :kept] = rest
+            return self
+        if held == 0 and blocks:  # a prompt: straight from the states
+            size = blocks * BLOCK_TOKENS
+            self._seal((keys[:, :, :size], values[:, :, :size]))
+            keys, values = keys[:, :, size:], values[:, :, size:]
+            self.tokens += size
+            held, new = 0, new - size
+        elif blocks:
+            whole = torch.cat([self.tail[:, :, :, :held], torch.stack([keys, values])], dim=3)
+            size = blocks * BLOCK_TOKENS
+            self._seal(whole[:, :, :, :size])
+            keys, values = whole[:, :, :, size:]
+            self.tokens += new - keys.shape[2]
+            held, new = 0, keys.shape[2]
+        if held + new > self.tail.shape[3]:
+            capacity = max(TAIL_TOKENS, held + new + (held + new) // 8)
+            tail = self.tail.new_empty((*self.tail.shape[:3], capacity, self.tail.shape[4]))
+            tail[:, :, :, :held] = self.tail[:, :, :, :held]
+            self.tail = tail
+        self._write(held, keys, values)
+        self.tokens += new
+        return self
+
+    def _write(self, at: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.tail[0, :, :, at : at + keys.shape[2]] = keys
+        self.tail[1, :, :, at : at + keys.shape[2]] = values
+
+    def _seal(self, states: Any) -> None:
+        """Seals ``(keys, values)``, whole blocks."""
+        keys, values = states
+        count = keys.shape[2] // BLOCK_TOKENS
+        rows = keys.shape[0] * keys.shape[1]
+        self.settle()
+        if count == 1:
+            self._reserve(1, self._raw_used + rows)
+            register_pack(keys, values, self.blocks)
+            self._watch()
+            return
+        # Many at once (a prompt): room for few raw blocks, and again with more if that was wrong.
+        raw_slots = self._raw_used + max(rows, rows * count // 64)
+        before = self.blocks.blocks, self.blocks.cursors.clone(), self.blocks.raw_count.clone()
+        while True:
+            self._reserve(count, raw_slots)
+            register_pack(keys, values, self.blocks)
+            self._watch()
+            wanted = self.settle()
+            if wanted <= self.blocks.raw.shape[0]:
+                break
+            raw_slots = wanted
+            self.blocks.blocks = before[0]
+            self.blocks.cursors.copy_(before[1])
+            self.blocks.raw_count.copy_(before[2])
+            self._pool_used, self._raw_used = before[1][:2].tolist()
+        room = self._pool_used + rows * POOL_WORDS * self.blocks.head_dim // 128
+        self.blocks = self.blocks.resized(pool_words=room, raw_slots=self._raw_used + rows)
+
+    def _reserve(self, count: int, raw_slots: int) -> None:
+        """Room for ``count`` more blocks a row and for ``raw_slots`` raw ones."""
+        held = self.blocks
+        rows, needed = held.table.shape[0] * held.table.shape[1], held.blocks + count
+        pool = self._pool_used + rows * count * POOL_WORDS * held.head_dim // 128
+        grow = needed > held.table.shape[2]
+        if grow or pool > held.pool.numel() or raw_slots > held.raw.shape[0]:
+            spare = max(2, needed // 32) if grow else 0
+            self.blocks = held.resized(
+                blocks=needed + spare if grow else held.table.shape[2],
+                pool_words=max(pool + pool // 32, held.pool.numel()),
+                raw_slots=max(raw_slots, held.raw.shape[0]),
+            )
+
+    def _watch(self) -> None:
+        """Has the cursors copied to the host, without waiting."""
+        if self.device.type == "cpu":
+            self._cursors = self.blocks.cursors
+            return
+        if self._cursors is None:
+            self._cursors = torch.empty(3, dtype=torch.int32, pin_memory=True)
+        self._cursors.copy_(self.blocks.cursors, non_blocking=True)
+        self._settled = torch.cuda.Event()
+        self._settled.record(torch.cuda.current_stream(self.device))
+
+    def settle(self) -> int:
+        """Waits for the last seal's cursors (long there when the next block is full); returns how
+        many raw slots were wanted."""
+        if self._cursors is None:
+            return 0
+        if self._settled is not None:
+            self._settled.synchronize()
+            self._settled = None
+        pool, raw, _ = self._cursors.tolist()
+        self._pool_used = min(pool, self.blocks.pool.numel())
+        self._raw_used = min(raw, self.blocks.raw.shape[0])
+        return int(raw)
+
+    def dense(self, tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact keys and values of the first ``tokens`` tokens, new tensors."""
+        tokens = self.tokens if tokens is None else tokens
+        _, batch, heads, _, head_dim = self.tail.shape
+        out = self.tail.new_empty((2, batch, heads, tokens, head_dim))
+        blocks, part = divmod(min(tokens, self.sealed_tokens), BLOCK_TOKENS)
+        if blocks:
+            register_unpack(self.blocks, 0, blocks, into=out[:, :, :, : blocks * BLOCK_TOKENS])
+        if part:
+            opened = torch.stack(register_unpack(self.blocks, blocks, blocks + 1))
+            out[:, :, :, tokens - part :] = opened[:, :, :, :part]
+        if tokens > self.sealed_tokens:
+            kept = tokens - self.sealed_tokens
+            out[:, :, :, self.sealed_tokens :] = self.tail[:, :, :, :kept]
+        keys, values = out
+        return keys, values
+
+    def attend(
+        self, q: torch.Tensor, scale: float | None, starts: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """:func:`packed_attention` over all tokens; None where it cannot take ``q``."""
+        if unsupported_reason(q, self.blocks, scale) is not None:
+            return None
+        keys, values = self.tail[:, :, :, : self.tail_tokens]
+        return packed_attention(q, self.blocks, keys, values, scale=scale, starts=starts)
+
+    def crop(self, tokens: int) -> FusedPair:
+        """The first ``tokens`` tokens; a cut into sealed blocks packs what is left anew."""
+        self.epoch += 1
+        if tokens >= self.sealed_tokens:
+            self.tokens = tokens
+            return self
+        keys, values = self.dense(tokens)
+        return FusedPair(keys, values).append(keys, values)
+
+    def select_batch(self, index: torch.Tensor) -> FusedPair:
+        """Rows ``index`` (int64) of the batch, in that order, repeats allowed. Sealed blocks stay
+        where they are; the tables change."""
+        self.epoch += 1
+        index = index.to(self.device)
+        return self._with(self.tail.index_select(1, index), self.blocks.rows(index))
+
+    def snapshot(self) -> FusedSnapshot:
+        return FusedSnapshot(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedPair:
+        return self._with(self.tail.clone(), self.blocks.clone())
+
+    def _with(self, tail: torch.Tensor, blocks: RegisterBlocks) -> FusedPair:
+        """As many tokens in other memory."""
+        self.settle()
+        pair = copy.copy(self)
+        pair.epoch, pair.tail, pair.blocks = 0, tail, blocks
+        pair._cursors = pair._settled = None
+        return pair
+
+
+class FusedSnapshot:
+    """The tokens of a :class:`FusedPair` at one moment, for the views that ``update`` returns."""
+
+    def __init__(self, pair: FusedPair) -> None:
+        self.pair, self.tokens, self.epoch = pair, pair.tokens, pair.epoch
+        self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.pair.device
+
+    @property
+    def sealed_tokens(self) -> int:
+        return self.pair.sealed_tokens
+
+    @property
+    def current(self) -> bool:
+        """Whether the pair still holds these tokens and no others."""
+        return self.epoch == self.pair.epoch and self.tokens == self.pair.tokens
+
+    def shape(self, index: int) -> tuple[int, int, int, int]:
+        batch, heads, _, head_dim = self.pair.shape(index)
+        return batch, heads, self.tokens, head_dim
+
+    def dtype(self, index: int) -> torch.dtype:
+        return self.pair.dtype(index)
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact keys and values, decoded at the first call.
+
+        Raises:
+            CacheMisuseError: the cache was cropped or its batch changed since.
+        """
+        if self._dense is None:
+            if self.epoch != self.pair.epoch:
+                raise CacheMisuseError(
+                    "these keys and values are of a state that the cache has left by a crop or a "
+                    "change of its batch. Clone them before, or ask the cache again"
+                )
+            self._dense = self.pair.dense(self.tokens)
+        return self._dense

@@ -1,0 +1,206 @@
+"""Keys and values in the kernels' own memory: on a GPU, or with the kernels interpreted."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.integrations import sdpa_attention
+
+from hf_kvcodecs import GAACCache
+from hf_kvcodecs.caches import fused, lazy_attention
+from hf_kvcodecs.caches.fused import FusedPair
+from hf_kvcodecs.caches.lazy_attention import padding_starts
+from hf_kvcodecs.errors import CacheMisuseError
+
+from ..harness import assert_same_bits, assert_same_contents, forward, prompt, tiny_llama
+from ..kernels.register_cases import adversarial, ordinary
+
+pytest.importorskip("triton", reason="needs Triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.skipif(
+        DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
+        reason="TRITON_INTERPRET=1 runs these on a CPU",
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
+
+
+@pytest.fixture
+def fused_on_cpu(monkeypatch):
+    monkeypatch.setattr(fused, "fused_device", lambda device: True)
+
+
+def states(*shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = ordinary(*shape, seed)
+    return keys.to(DEVICE), values.to(DEVICE)
+
+
+def check(pair: FusedPair, keys: torch.Tensor, values: torch.Tensor) -> None:
+    found = pair.dense()
+    assert pair.tokens == keys.shape[2]
+    assert_same_bits(found[0], keys)
+    assert_same_bits(found[1], values)
+
+
+def test_appending_and_sealing():
+    keys, values = states(1, 1, 700, 64)
+    pair, held = FusedPair(keys, values), 0
+    for count in (300, 1, 20, 100, 60, 1, 150, 2):
+        new = slice(held, held + count)
+        pair.append(keys[:, :, new], values[:, :, new])
+        held += count
+        check(pair, keys[:, :, :held], values[:, :, :held])
+        assert 0 <= pair.tail_tokens < 192
+        assert pair.sealed_tokens % 128 == 0
+    assert pair.sealed_tokens == 512
+    early = pair.dense(130)
+    assert_same_bits(early[0], keys[:, :, :130])
+
+
+def test_nothing_is_sealed_unless_asked():
+    keys, values = states(1, 1, 400, 64)
+    pair = FusedPair(keys, values)
+    for start in range(0, 400, 50):
+        pair.append(
+            keys[:, :, start : start + 50], values[:, :, start : start + 50], seal=start >= 300
+        )
+        assert (pair.sealed_tokens > 0) == (start >= 300)
+    check(pair, keys, values)
+
+
+def test_blocks_that_stay_raw_never_run_out_of_room():
+    """A prompt of nothing but raw blocks, then single raw blocks while decoding."""
+    raw = adversarial(64)["every pattern"][0].to(DEVICE).expand(1, 2, -1, -1)
+    keys = raw.repeat(1, 1, 3, 1)
+    keys = torch.where(keys.isfinite(), keys, 1.0)
+    keys[..., :2] *= 2.0**60  # keys this large stay raw
+    values = keys.flip(2)
+    pair = FusedPair(keys, values).append(keys[:, :, :320], values[:, :, :320])
+    for token in range(320, 384):
+        pair.append(keys[:, :, token : token + 1], values[:, :, token : token + 1])
+    assert int(pair.blocks.cursors[1]) > 0
+    assert int(pair.blocks.cursors[2]) == 0
+    check(pair, keys, values)
+
+
+def test_crops():
+    keys, values = states(1, 1, 420, 64)
+    pair = FusedPair(keys, values).append(keys, values)
+    view = pair.snapshot()
+    pair = pair.crop(400)
+    check(pair, keys[:, :, :400], values[:, :, :400])
+    with pytest.raises(CacheMisuseError, match="crop"):
+        view.dense()
+    pair = pair.crop(150)  # into a sealed block
+    check(pair, keys[:, :, :150], values[:, :, :150])
+    pair.append(keys[:, :, 150:], values[:, :, 150:])
+    check(pair, keys, values)
+    check(pair.crop(0), keys[:, :, :0], values[:, :, :0])
+
+
+@pytest.mark.parametrize("rows", [[2, 2, 0], [1], [0, 0, 1, 1, 2]])
+def test_rows(rows):
+    keys, values = states(3, 1, 200, 64)
+    keys[1, :, :128, 3] = 2.0**20  # raw
+    pair = FusedPair(keys, values).append(keys, values)
+    chosen = pair.select_batch(torch.tensor(rows))
+    check(chosen, keys[rows], values[rows])
+    more, other = states(len(rows), 1, 130, 64, seed=5)
+    chosen.append(more, other)  # new blocks must not fall on those that rows share
+    check(chosen, torch.cat([keys[rows], more], 2), torch.cat([values[rows], other], 2))
+
+
+def test_copies_are_independent():
+    keys, values = states(1, 1, 300, 64)
+    pair = FusedPair(keys, values).append(keys, values)
+    other = copy.deepcopy(pair)
+    other.append(values, keys)
+    check(pair, keys, values)
+    check(other, torch.cat([keys, values], 2), torch.cat([values, keys], 2))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_which_masks_are_left_padding(kind):
+    visible = torch.ones(3, 1, 1, 10, dtype=torch.bool)
+    visible[1, ..., :4] = False
+    visible[2, ..., :9] = False
+
+    def mask(rows: torch.Tensor) -> torch.Tensor:
+        if kind == "bool":
+            return rows.clone()
+        return torch.zeros(rows.shape).masked_fill(~rows, torch.finfo(torch.float32).min)
+
+    assert padding_starts(mask(visible)).tolist() == [0, 4, 9]
+    holes = visible.clone()
+    holes[0, ..., 5] = False
+    assert padding_starts(mask(holes)) is None
+    given = mask(visible)
+    assert padding_starts(given).tolist() == [0, 4, 9]
+    given[2, ..., 9] = False if kind == "bool" else -1.0  # changed in place: looked at again
+    starts = padding_starts(given)
+    assert starts is None if kind == "float" else starts.tolist() == [0, 4, 10]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_model_decodes_through_the_kernel(fused_on_cpu, padding):
+    model = tiny_llama(
+        torch.bfloat16, head_dim=64, num_hidden_layers=2, num_key_value_heads=1,
+        num_attention_heads=2,
+    ).to(DEVICE)  # fmt: skip
+    ids = torch.nn.functional.pad(prompt(210, 2).to(DEVICE), (padding, 0))
+    mask = (ids != 0).long()
+    packed, dynamic = GAACCache(), DynamicCache()
+    for cache in (packed, dynamic):
+        forward(model, ids, cache, attention_mask=mask)
+    assert_same_contents(packed, dynamic)
+    assert packed.layers[0].pair.sealed_tokens == 128
+    before = lazy_attention.calls.copy()
+    for step in range(2):
+        token = prompt(1, 2, seed=step).to(DEVICE)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        found, expected = (
+            forward(model, token, cache, attention_mask=mask) for cache in (packed, dynamic)
+        )
+        assert (
+            torch.nn.functional.cosine_similarity(
+                found.float().flatten(), expected.float().flatten(), 0
+            )
+            > 0.999
+        )
+    if padding and "pack_gqa" not in vars(sdpa_attention):
+        return  # before 5.24 a mask makes transformers repeat keys and values: dense, and exact
+    assert (lazy_attention.calls - before)["fused"] == 4
+    assert (lazy_attention.calls - before)["dense"] == 0
+
+
+@pytest.mark.compat
+def test_save_load_move(fused_on_cpu, tmp_path):
+    model = tiny_llama(torch.bfloat16, head_dim=64, num_hidden_layers=1, num_key_value_heads=1)
+    model.to(DEVICE)
+    packed, dynamic = GAACCache(), DynamicCache()
+    ids = prompt(270).to(DEVICE)
+    for cache in (packed, dynamic):
+        forward(model, ids, cache)
+    assert isinstance(packed.layers[0].pair, FusedPair)
+    packed.save(tmp_path / "cache")
+    loaded = GAACCache.load(tmp_path / "cache", device=DEVICE)
+    assert_same_contents(loaded, dynamic)
+    for cache in (loaded, dynamic):
+        forward(model, prompt(3).to(DEVICE), cache)
+    assert isinstance(loaded.layers[0].pair, FusedPair)
+    assert_same_contents(loaded, dynamic)
+    report = loaded.memory()
+    assert report.tokens == 273
+    assert report.packed_elements == 2 * 64 * loaded.layers[0].pair.sealed_tokens
+    loaded.crop(-100)
+    dynamic.crop(-100)
+    assert_same_contents(loaded, dynamic)
+    loaded.reset()
+    assert loaded.get_seq_length() == 0
