@@ -45,8 +45,9 @@ def _attend(
     source: object = getattr(key, "source", None)
     if not isinstance(source, FusedSnapshot):
         return None
+    same: bool = source is getattr(value, "source", None)
     if (
-        getattr(value, "source", None) is not source
+        not same
         or (key.part, value.part) != (0, 1)
         or not source.current
         or dropout_p
