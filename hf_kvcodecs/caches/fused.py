@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -13,6 +15,11 @@ from ..kernels.exponent_pack import register_pack
 from ..kernels.exponent_unpack import register_unpack
 from ..kernels.packed_attention import packed_attention, unsupported_reason
 from ..kernels.register_blocks import BLOCK_TOKENS, HEAD_DIMS, RegisterBlocks
+from ..kernels.self_test import kernels_fail
+from .compat import notice_once
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # Dense tokens kept behind the sealed ones: a crop of a few tokens (drafts) opens no block.
 KEEP_TOKENS = 64
@@ -20,15 +27,35 @@ TAIL_TOKENS = BLOCK_TOKENS + 2 * KEEP_TOKENS
 POOL_WORDS = 384  # reserved per block of 128 channels; real caches take about 270
 
 
+def _in_place(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Makes ordinary tensors whatever mode the caller is in: one made under ``inference_mode``
+    could not be written outside of it."""
+
+    @functools.wraps(method)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return wrapped
+
+
 def can_fuse(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether states like these can be kept as a :class:`FusedPair`."""
-    return (
+    if not (
         keys.dtype == values.dtype == torch.bfloat16
         and keys.shape == values.shape
         and keys.shape[3] in HEAD_DIMS
         and keys.device == values.device
         and fused_device(keys.device)
-    )
+    ):
+        return False
+    failure = kernels_fail(keys.device, keys.shape[3])
+    if failure is not None:
+        notice_once(
+            f"GAACCache unpacks with plain torch on {keys.device}, slower and just as exact: its "
+            f"Triton kernels do not work there ({failure})."
+        )
+    return failure is None
 
 
 class FusedPair:
@@ -40,10 +67,12 @@ class FusedPair:
     are the first ones; after a crop or a change of the batch it raises.
     """
 
+    @_in_place
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         batch, heads, _, head_dim = keys.shape
         self.tokens = 0
         self.epoch = 0
+        self.broken = False
         self.blocks = RegisterBlocks.allocate(
             batch, heads, head_dim, 0, keys.device, pool_words=0, raw_slots=0
         )
@@ -98,79 +127,95 @@ class FusedPair:
     def tail_nbytes(self) -> int:
         return self.tail.nbytes
 
+    @_in_place
     def append(self, keys: torch.Tensor, values: torch.Tensor, seal: bool = True) -> FusedPair:
         """This pair with new tokens behind the others; full blocks are sealed if ``seal``."""
+        self._check_whole()
+        self.broken = True
+        self._append(keys, values, seal)
+        self.broken = False
+        return self
+
+    def _check_whole(self) -> None:
+        if self.broken:
+            raise CacheMisuseError(
+                "an update of this cache failed half way (out of memory, or an interrupt), and its "
+                "contents are not to be trusted any more. Call reset() or take a new cache"
+            )
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor, seal: bool) -> None:
         held, new = self.tail_tokens, keys.shape[2]
         blocks = max((held + new - KEEP_TOKENS) // BLOCK_TOKENS, 0) if seal else 0
-        if held + new <= self.tail.shape[3]:
-            self._write(held, keys, values)
-            self.tokens += new
-            if blocks:
-                self._seal(self.tail[:, :, :, : blocks * BLOCK_TOKENS])
-                kept = held + new - blocks * BLOCK_TOKENS
-                rest = self.tail[:, :, :, blocks * BLOCK_TOKENS :][:, :, :, :kept].clone()
-                self.tail[:, :, :, :kept] = rest
-            return self
-        if held == 0 and blocks:  # a prompt: straight from the states
-            size = blocks * BLOCK_TOKENS
-            self._seal((keys[:, :, :size], values[:, :, :size]))
+        size = blocks * BLOCK_TOKENS
+        if blocks and held == 0:  # a prompt: straight from the states
+            self._seal(keys[:, :, :size], values[:, :, :size])
             keys, values = keys[:, :, size:], values[:, :, size:]
-            self.tokens += size
-            held, new = 0, new - size
+        elif held + new <= self.tail.shape[3]:
+            self._write(held, keys, values)
+            if blocks:
+                self._seal(*self.tail[:, :, :, :size])
+                keys, values = self.tail[:, :, :, size : held + new].clone()
         elif blocks:
             whole = torch.cat([self.tail[:, :, :, :held], torch.stack([keys, values])], dim=3)
-            size = blocks * BLOCK_TOKENS
-            self._seal(whole[:, :, :, :size])
+            self._seal(*whole[:, :, :, :size])
             keys, values = whole[:, :, :, size:]
-            self.tokens += new - keys.shape[2]
-            held, new = 0, keys.shape[2]
-        if held + new > self.tail.shape[3]:
-            capacity = max(TAIL_TOKENS, held + new + (held + new) // 8)
-            tail = self.tail.new_empty((*self.tail.shape[:3], capacity, self.tail.shape[4]))
-            tail[:, :, :, :held] = self.tail[:, :, :, :held]
-            self.tail = tail
-        self._write(held, keys, values)
+        if blocks:
+            self._fit_tail(0, keys.shape[2], TAIL_TOKENS)
+            self._write(0, keys, values)
+        elif held + new > self.tail.shape[3]:
+            self._fit_tail(held, held + new, max(TAIL_TOKENS, held + new + (held + new) // 8))
+            self._write(held, keys, values)
         self.tokens += new
-        return self
+
+    def _fit_tail(self, kept: int, needed: int, capacity: int) -> None:
+        """Room for ``needed`` tokens and, if that takes new memory, ``capacity``; the first
+        ``kept`` stay. A tail that was far longer shrinks."""
+        if needed <= self.tail.shape[3] <= 2 * capacity:
+            return
+        tail = self.tail.new_empty((*self.tail.shape[:3], capacity, self.tail.shape[4]))
+        tail[:, :, :, :kept] = self.tail[:, :, :, :kept]
+        self.tail = tail
 
     def _write(self, at: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.tail[0, :, :, at : at + keys.shape[2]] = keys
         self.tail[1, :, :, at : at + keys.shape[2]] = values
 
-    def _seal(self, states: Any) -> None:
-        """Seals ``(keys, values)``, whole blocks."""
-        keys, values = states
+    def _seal(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Seals whole blocks."""
         count = keys.shape[2] // BLOCK_TOKENS
         rows = keys.shape[0] * keys.shape[1]
         self.settle()
         if count == 1:
             self._reserve(1, self._raw_used + rows)
             register_pack(keys, values, self.blocks)
+            # Blocks that found no room in the pool have moved its cursor all the same.
+            self.blocks.cursors[:1].clamp_(max=self.blocks.pool.numel())
             self._watch()
             return
         # Many at once (a prompt): room for few raw blocks, and again with more if that was wrong.
-        raw_slots = self._raw_used + max(rows, rows * count // 64)
         before = self.blocks.blocks, self.blocks.cursors.clone(), self.blocks.raw_count.clone()
+        pool_words, raw_slots = 0, self._raw_used + max(rows, rows * count // 64)
         while True:
-            self._reserve(count, raw_slots)
+            self._reserve(count, raw_slots, pool_words)
             register_pack(keys, values, self.blocks)
             self._watch()
-            wanted = self.settle()
-            if wanted <= self.blocks.raw.shape[0]:
+            pool_words, raw_slots = self.settle()
+            if pool_words <= self.blocks.pool.numel() and raw_slots <= self.blocks.raw.shape[0]:
                 break
-            raw_slots = wanted
             self.blocks.blocks = before[0]
             self.blocks.cursors.copy_(before[1])
             self.blocks.raw_count.copy_(before[2])
-            self._pool_used, self._raw_used = before[1][:2].tolist()
+            self._pool_used, self._raw_used, _ = before[1].tolist()
         room = self._pool_used + rows * POOL_WORDS * self.blocks.head_dim // 128
         self.blocks = self.blocks.resized(pool_words=room, raw_slots=self._raw_used + rows)
 
-    def _reserve(self, count: int, raw_slots: int) -> None:
-        """Room for ``count`` more blocks a row and for ``raw_slots`` raw ones."""
+    def _reserve(self, count: int, raw_slots: int, pool_words: int = 0) -> None:
+        """Room for ``count`` more blocks a row, ``raw_slots`` raw ones and ``pool_words`` words in
+        the pool (or what usual blocks take, if that is more)."""
         held = self.blocks
         rows, needed = held.table.shape[0] * held.table.shape[1], held.blocks + count
         pool = self._pool_used + rows * count * POOL_WORDS * held.head_dim // 128
+        pool = max(pool, pool_words)
         grow = needed > held.table.shape[2]
         if grow or pool > held.pool.numel() or raw_slots > held.raw.shape[0]:
             spare = max(2, needed // 32) if grow else 0
@@ -191,21 +236,22 @@ class FusedPair:
         self._settled = torch.cuda.Event()
         self._settled.record(torch.cuda.current_stream(self.device))
 
-    def settle(self) -> int:
+    def settle(self) -> tuple[int, int]:
         """Waits for the last seal's cursors (long there when the next block is full); returns how
-        many raw slots were wanted."""
+        many pool words and raw slots were wanted."""
         if self._cursors is None:
-            return 0
+            return self._pool_used, self._raw_used
         if self._settled is not None:
             self._settled.synchronize()
             self._settled = None
         pool, raw, _ = self._cursors.tolist()
         self._pool_used = min(pool, self.blocks.pool.numel())
         self._raw_used = min(raw, self.blocks.raw.shape[0])
-        return int(raw)
+        return pool, raw
 
     def dense(self, tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Exact keys and values of the first ``tokens`` tokens, new tensors."""
+        self._check_whole()
         tokens = self.tokens if tokens is None else tokens
         _, batch, heads, _, head_dim = self.tail.shape
         out = self.tail.new_empty((2, batch, heads, tokens, head_dim))
@@ -225,20 +271,25 @@ class FusedPair:
         self, q: torch.Tensor, scale: float | None, starts: torch.Tensor | None
     ) -> torch.Tensor | None:
         """:func:`packed_attention` over all tokens; None where it cannot take ``q``."""
+        self._check_whole()
         if unsupported_reason(q, self.blocks, scale) is not None:
             return None
         keys, values = self.tail[:, :, :, : self.tail_tokens]
         return packed_attention(q, self.blocks, keys, values, scale=scale, starts=starts)
 
-    def crop(self, tokens: int) -> FusedPair:
-        """The first ``tokens`` tokens; a cut into sealed blocks packs what is left anew."""
+    @_in_place
+    def crop(self, tokens: int, seal: bool = True) -> FusedPair:
+        """The first ``tokens`` tokens; a cut into sealed blocks packs what is left anew, if
+        ``seal``."""
+        self._check_whole()
         self.epoch += 1
         if tokens >= self.sealed_tokens:
             self.tokens = tokens
             return self
         keys, values = self.dense(tokens)
-        return FusedPair(keys, values).append(keys, values)
+        return FusedPair(keys, values).append(keys, values, seal)
 
+    @_in_place
     def select_batch(self, index: torch.Tensor) -> FusedPair:
         """Rows ``index`` (int64) of the batch, in that order, repeats allowed. Sealed blocks stay
         where they are; the tables change."""
@@ -249,11 +300,13 @@ class FusedPair:
     def snapshot(self) -> FusedSnapshot:
         return FusedSnapshot(self)
 
+    @_in_place
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedPair:
         return self._with(self.tail.clone(), self.blocks.clone())
 
     def _with(self, tail: torch.Tensor, blocks: RegisterBlocks) -> FusedPair:
         """As many tokens in other memory."""
+        self._check_whole()
         self.settle()
         pair = copy.copy(self)
         pair.epoch, pair.tail, pair.blocks = 0, tail, blocks

@@ -178,7 +178,10 @@ class GAACLayer(CacheLayerMixin):
             )
         if tokens_to_remove and self._pair:
             tokens = max(self._pair.tokens + tokens_to_remove, 0)
-            self._pair = self._pair.crop(tokens)
+            if isinstance(self._pair, FusedPair):
+                self._pair = self._pair.crop(tokens, seal=tokens >= self.options.pack_from)
+            else:
+                self._pair = self._pair.crop(tokens)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps rows ``indices`` (int64 or bool) of the batch, in that order."""

@@ -20,6 +20,7 @@ _Starts = tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]
 _latest_mask: _Starts | None = None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def fused_attention(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
@@ -57,14 +58,15 @@ def _attend(
     ):
         return None
     batch, heads, q_tokens, head_dim = query.shape
-    kv_heads = source.shape(0)[1]
-    if heads != kv_heads and not enable_gqa:
+    rows, kv_heads = source.shape(0)[:2]
+    if batch != rows or (heads != kv_heads and not enable_gqa):
         return None
     starts = None
     if attn_mask is not None:
         # One row for all queries: a single token's, or several heads' of it (transformers packs
         # grouped queries so).
-        if attn_mask.shape[1:] != (1, 1, source.tokens):
+        wanted = (1, 1, source.tokens)
+        if attn_mask.shape[1:] != wanted or attn_mask.shape[0] not in (1, batch):
             return None
         starts = padding_starts(attn_mask)
         if starts is None:
@@ -83,10 +85,11 @@ def padding_starts(mask: torch.Tensor) -> torch.Tensor | None:
     Waits for the device, once per mask: all layers of a forward pass hand on the same one.
     """
     global _latest_mask
-    if _latest_mask is not None:
-        latest, version, starts = _latest_mask
-        if latest() is mask and version == mask._version:
-            return starts
+    latest = _latest_mask  # once: other threads set it too
+    # Tensors made under inference_mode count no changes: such a mask is looked at each time.
+    version = None if mask.is_inference() else mask._version
+    if latest is not None and latest[0]() is mask and latest[1] == version:
+        return latest[2]
     rows = mask[:, 0, 0]
     if rows.dtype == torch.bool:
         visible, hidden = rows, ~rows
@@ -95,5 +98,7 @@ def padding_starts(mask: torch.Tensor) -> torch.Tensor | None:
     first = hidden.sum(-1, dtype=torch.int32)
     expected = torch.arange(rows.shape[1], device=rows.device) >= first[:, None]
     fits = bool(((visible == expected) & (hidden != expected)).all())
-    _latest_mask = weakref.ref(mask), mask._version, first if fits else None
-    return _latest_mask[2]
+    starts = first if fits else None
+    if version is not None:
+        _latest_mask = weakref.ref(mask), version, starts
+    return starts

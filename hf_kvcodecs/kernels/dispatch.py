@@ -17,6 +17,8 @@ COMPILE_FROM_ELEMENTS = (
     1 << 16
 )  # below, plain torch takes under 0.2 ms, which no compilation earns back
 
+OLDEST_TRITON = (3, 6)
+
 logger = logging.getLogger(__name__)
 _compile_works = True
 _noticed: set[str] = set()
@@ -88,6 +90,9 @@ def triton_missing(device: torch.device) -> str | None:
     Triton's interpreter only (``TRITON_INTERPRET=1``), for tests."""
     if importlib.util.find_spec("triton") is None:
         return "anything here: Triton is not installed (pip install triton)"
+    if _triton_version() < OLDEST_TRITON:
+        wanted = ".".join(map(str, OLDEST_TRITON))
+        return f"anything here: it needs Triton {wanted} or newer (pip install -U triton)"
     if device.type == "cuda":
         if torch.version.hip or capability(device) >= 8:
             return None
@@ -99,8 +104,15 @@ def triton_missing(device: torch.device) -> str | None:
 
 def fused_device(device: torch.device) -> bool:
     """Whether caches on ``device`` are kept in the kernels' own memory. Not on CPUs, where kernels
-    are only interpreted."""
-    return device.type == "cuda" and triton_missing(device) is None
+    are only interpreted, nor on AMD GPUs, where they have never been run."""
+    return device.type == "cuda" and not torch.version.hip and triton_missing(device) is None
+
+
+@functools.cache
+def _triton_version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 @functools.cache

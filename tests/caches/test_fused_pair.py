@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache
 from transformers.integrations import sdpa_attention
 
@@ -14,7 +15,10 @@ from hf_kvcodecs import GAACCache
 from hf_kvcodecs.caches import fused, lazy_attention
 from hf_kvcodecs.caches.fused import FusedPair
 from hf_kvcodecs.caches.lazy_attention import padding_starts
+from hf_kvcodecs.caches.view import KVView
 from hf_kvcodecs.errors import CacheMisuseError
+from hf_kvcodecs.kernels import self_test
+from hf_kvcodecs.kernels.self_test import kernels_fail
 
 from ..harness import assert_same_bits, assert_same_contents, forward, prompt, tiny_llama
 from ..kernels.register_cases import adversarial, ordinary
@@ -63,15 +67,92 @@ def test_appending_and_sealing():
     assert_same_bits(early[0], keys[:, :, :130])
 
 
+def test_inference_mode_and_out_of_it():
+    keys, values = states(1, 1, 260, 64)
+    with torch.inference_mode():
+        pair = FusedPair(keys, values).append(keys * 1, values * 1)
+    pair.append(keys[:, :, :1], values[:, :, :1])
+    with torch.inference_mode():
+        pair = pair.crop(250).select_batch(torch.tensor([0, 0]))
+    pair.append(keys[:, :, :1].expand(2, -1, -1, -1), values[:, :, :1].expand(2, -1, -1, -1))
+    assert_same_bits(pair.dense(250)[0], keys[:, :, :250].expand(2, -1, -1, -1))
+
+
 def test_nothing_is_sealed_unless_asked():
-    keys, values = states(1, 1, 400, 64)
+    keys, values = states(1, 1, 700, 64)
     pair = FusedPair(keys, values)
-    for start in range(0, 400, 50):
-        pair.append(
-            keys[:, :, start : start + 50], values[:, :, start : start + 50], seal=start >= 300
-        )
-        assert (pair.sealed_tokens > 0) == (start >= 300)
+    for start in range(0, 700, 100):
+        new = slice(start, start + 100)
+        pair.append(keys[:, :, new], values[:, :, new], seal=start >= 600)
+        assert (pair.sealed_tokens > 0) == (start >= 600)
     check(pair, keys, values)
+    assert pair.tail.shape[3] == fused.TAIL_TOKENS  # the long dense tail is given back
+
+
+def test_a_pool_too_small(monkeypatch):
+    """The prompt is packed again with as much room as it wants; later blocks stay raw, one by
+    one."""
+    keys, values = states(1, 1, 600, 64)
+    monkeypatch.setattr(fused, "POOL_WORDS", 4)
+    pair = FusedPair(keys, values).append(keys[:, :, :330], values[:, :, :330])
+    assert pair.blocks.cursors.tolist()[1:] == [0, 0]
+    for start in range(330, 600, 90):
+        pair.append(keys[:, :, start : start + 90], values[:, :, start : start + 90])
+        assert int(pair.blocks.cursors[0]) <= pair.blocks.pool.numel()
+    assert pair.blocks.cursors.tolist()[2] == 0
+    check(pair, keys, values)
+
+
+def test_an_update_that_fails_half_way_is_not_forgotten(monkeypatch):
+    keys, values = states(1, 1, 300, 64)
+    pair = FusedPair(keys, values).append(keys[:, :, :150], values[:, :, :150])
+    view = pair.snapshot()
+
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(fused, "register_pack", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        pair.append(keys[:, :, 150:], values[:, :, 150:])
+    for use in (pair.dense, view.dense, lambda: pair.append(keys, values), lambda: pair.crop(3)):
+        with pytest.raises(CacheMisuseError, match="half way"):
+            use()
+
+
+def test_no_rows():
+    keys, values = states(2, 1, 200, 64)
+    pair = FusedPair(keys, values).append(keys, values)
+    none = pair.select_batch(torch.tensor([], dtype=torch.int64))
+    none.append(keys[:0], values[:0])
+    assert none.dense()[0].shape == (0, 1, 400, 64)
+
+
+def test_attention_that_is_answered_and_that_is_not():
+    keys, values = states(2, 1, 200, 64)
+    pair = FusedPair(keys, values).append(keys, values)
+    key, value = (KVView(pair.snapshot(), part) for part in (0, 1))
+    value.source = key.source
+    q = torch.randn(2, 2, 1, 64, device=DEVICE).bfloat16()
+    mask = torch.ones(1, 1, 1, 200, dtype=torch.bool, device=DEVICE)
+    mask[..., :150] = False
+    many = torch.randn(2, 2, 3, 64, device=DEVICE).bfloat16()
+    fixed = torch.randn(2, 2, 1, 200, device=DEVICE).bfloat16()
+    for query, options, answered in (
+        (q, {"enable_gqa": True}, True),
+        (q, {"enable_gqa": True, "attn_mask": mask}, True),  # one row for both
+        (many, {"enable_gqa": True}, True),  # no mask: each sees all
+        (many, {"enable_gqa": True, "is_causal": True}, False),
+        (q, {"enable_gqa": True, "attn_mask": fixed}, False),
+        (q[:1, :1], {}, False),  # broadcast
+    ):
+        before = lazy_attention.calls["fused"]
+        found = F.scaled_dot_product_attention(query, key, value, **options)
+        expected = F.scaled_dot_product_attention(
+            query.float(), keys.float(), values.float(),
+            **{k: v.float() if v is fixed else v for k, v in options.items()},
+        )  # fmt: skip
+        assert (lazy_attention.calls["fused"] - before == 1) == answered
+        assert (found.float() - expected).norm() / expected.norm() < 1e-2
 
 
 def test_blocks_that_stay_raw_never_run_out_of_room():
@@ -116,6 +197,19 @@ def test_rows(rows):
     check(chosen, torch.cat([keys[rows], more], 2), torch.cat([values[rows], other], 2))
 
 
+def test_kernels_that_do_not_work_are_not_used(monkeypatch):
+    """A GPU or a Triton on which they give other bits: plain torch, with a notice."""
+    keys, values = states(1, 1, 20, 64)
+    monkeypatch.setattr(fused, "fused_device", lambda device: True)
+    assert fused.can_fuse(keys, values)
+    assert kernels_fail(keys.device, 64) is None
+    monkeypatch.setattr(self_test, "register_unpack", lambda blocks: (values, keys))
+    kernels_fail.cache_clear()
+    assert "other bits" in kernels_fail(keys.device, 64)
+    assert not fused.can_fuse(keys, values)
+    kernels_fail.cache_clear()
+
+
 def test_copies_are_independent():
     keys, values = states(1, 1, 300, 64)
     pair = FusedPair(keys, values).append(keys, values)
@@ -137,6 +231,11 @@ def test_which_masks_are_left_padding(kind):
         return torch.zeros(rows.shape).masked_fill(~rows, torch.finfo(torch.float32).min)
 
     assert padding_starts(mask(visible)).tolist() == [0, 4, 9]
+    with torch.inference_mode():  # such tensors do not say whether they were changed
+        given = mask(visible)
+        assert padding_starts(given).tolist() == [0, 4, 9]
+        given[1] = given[0]
+        assert padding_starts(given).tolist() == [0, 0, 9]
     holes = visible.clone()
     holes[0, ..., 5] = False
     assert padding_starts(mask(holes)) is None
@@ -147,13 +246,18 @@ def test_which_masks_are_left_padding(kind):
     assert starts is None if kind == "float" else starts.tolist() == [0, 4, 10]
 
 
+def cosine(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float(F.cosine_similarity(left.float().flatten(), right.float().flatten(), 0))
+
+
 @pytest.mark.compat
-@pytest.mark.parametrize("padding", [0, 5])
-def test_a_model_decodes_through_the_kernel(fused_on_cpu, padding):
+@pytest.mark.parametrize("padding", [0, 90])
+def test_a_model_decodes_through_the_kernel(fused_on_cpu, monkeypatch, padding):
     model = tiny_llama(
         torch.bfloat16, head_dim=64, num_hidden_layers=2, num_key_value_heads=1,
         num_attention_heads=2,
     ).to(DEVICE)  # fmt: skip
+    model.model.embed_tokens.weight.data[0] = model.model.embed_tokens.weight.data[5]  # not zeros
     ids = torch.nn.functional.pad(prompt(210, 2).to(DEVICE), (padding, 0))
     mask = (ids != 0).long()
     packed, dynamic = GAACCache(), DynamicCache()
@@ -168,16 +272,20 @@ def test_a_model_decodes_through_the_kernel(fused_on_cpu, padding):
         found, expected = (
             forward(model, token, cache, attention_mask=mask) for cache in (packed, dynamic)
         )
-        assert (
-            torch.nn.functional.cosine_similarity(
-                found.float().flatten(), expected.float().flatten(), 0
-            )
-            > 0.999
-        )
+        assert cosine(found, expected) > 0.999
     if padding and "pack_gqa" not in vars(sdpa_attention):
         return  # before 5.24 a mask makes transformers repeat keys and values: dense, and exact
     assert (lazy_attention.calls - before)["fused"] == 4
     assert (lazy_attention.calls - before)["dense"] == 0
+    if padding:
+        monkeypatch.setattr(
+            lazy_attention, "padding_starts", lambda mask: torch.zeros_like(ids[:, 0])
+        )
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        found, expected = (
+            forward(model, token, cache, attention_mask=mask) for cache in (packed, dynamic)
+        )
+        assert cosine(found, expected) < 0.998  # so the comparisons above can fail
 
 
 @pytest.mark.compat

@@ -31,6 +31,30 @@ def compile_for(target: int) -> dict[str, dict[str, str]]:
     return json.loads(done.stdout)
 
 
+ROW_A_LANE = (
+    r"threadsPerWarp = \[32(, 1)*\], warpsPerCTA = \[4(, 1)*\]",
+    r"lane = \[\[1(, 0)*\], \[2(, 0)*\], \[4(, 0)*\], \[8(, 0)*\], \[16(, 0)*\]\]",
+    r"lane = \[\[0, 0, 1\], \[0, 0, 2\], \[0, 1, 0\], \[0, 2, 0\], \[0, 4, 0\]\]",
+)
+
+
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_lanes_that_talk_to_each_other_are_the_format_s(target):
+    # Shuffles and shared memory in inline PTX take a row of a tensor for a lane of the warp.
+    for report in compile_for(target).values():
+        text = report["ttgir"]
+        layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.M))
+        found = 0
+        for ptx, types in re.findall(
+            r'tt\.elementwise_inline_asm "([^"]*)"[^\n]*?-> ([^\n]*?) loc', text
+        ):
+            if "shfl" in ptx or "st.shared" in ptx:
+                name = re.search(r"tensor<[\dx]+x[if]32, (#\w+)>", types)[1]
+                assert any(re.search(row, layouts[name]) for row in ROW_A_LANE), layouts[name]
+                found += 1
+        assert found >= 3
+
+
 @pytest.mark.parametrize("target", [80, 100])
 def test_other_architectures(target):
     assert set(compile_for(target)) == {"64", "128", "256"}

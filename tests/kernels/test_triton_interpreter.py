@@ -52,6 +52,22 @@ def test_pack_writes_the_reference_bytes(head_dim):
     assert same_bits(blocks.raw[0], expected.raw[0])
 
 
+@pytest.mark.parametrize("name", adversarial(64))
+def test_pack_of_adversarial_blocks(name):
+    keys, values = adversarial(64)[name]
+    expected = packed(keys, values)
+    blocks = RegisterBlocks.allocate(1, 1, 64, 1, "cpu")
+    register_pack(keys, values, blocks)
+    assert torch.equal(blocks.table, expected.table)
+    assert torch.equal(blocks.cursors, expected.cursors)
+    if int(blocks.table) >= 0:
+        assert torch.equal(blocks.words, expected.words)
+        used = int(blocks.cursors[0])
+        assert torch.equal(blocks.pool[:used], expected.pool[:used])
+    else:
+        assert same_bits(blocks.raw[0], expected.raw[0])
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_unpack_is_exact(head_dim):
     keys, values = ordinary(1, 2, 256, head_dim)
@@ -80,6 +96,10 @@ CASES = {
     "window": {"q_tokens": 3, "window": 70},
     "softcap": {"softcap": 3.0},
     "starts": {"q_tokens": 2, "starts": torch.tensor([0, 150], dtype=torch.int32), "batch": 2},
+    "one start for all rows": {
+        "starts": torch.tensor([150], dtype=torch.int32).expand(2),
+        "batch": 2,
+    },
     "a start in the tail": {"starts": torch.tensor([270, 3], dtype=torch.int32), "batch": 2},
     "sinks": {"sinks": torch.randn(4)},
     "lengths": {"batch": 2, "lengths": torch.tensor([270, 286], dtype=torch.int32)},

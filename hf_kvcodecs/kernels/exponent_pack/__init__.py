@@ -80,7 +80,8 @@ def register_pack(keys: torch.Tensor, values: torch.Tensor, blocks: RegisterBloc
             f"keys: {keys.shape[2]} tokens; expected a multiple of {BLOCK_TOKENS}, and at most "
             f"{capacity - blocks.blocks} blocks, which is the room left"
         )
-    if count == 0:
+    if count == 0 or batch == 0:
+        blocks.blocks += count
         return
     from .kernel import _pack_kernel
 

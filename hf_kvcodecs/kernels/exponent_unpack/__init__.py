@@ -143,7 +143,7 @@ def register_unpack(
             f"{into.device}"
         )
     keys, values = into.view(torch.int16)
-    if stop > start:
+    if stop > start and batch > 0:
         from .kernel import _unpack_kernel
 
         with on_device(device):

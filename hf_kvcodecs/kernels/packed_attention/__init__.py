@@ -45,6 +45,8 @@ def unsupported_reason(
             f"{q.shape[0]} rows of {q.shape[1]} query heads over {batch} rows of {kv_heads} KV "
             f"heads: expected equal rows and 1 to {MAX_GROUP} query heads per KV head"
         )
+    if batch == 0:
+        return "a batch of no rows"
     if not 1 <= q.shape[2] <= MAX_QUERY_TOKENS:
         return f"{q.shape[2]} query tokens: the fused path takes 1 to {MAX_QUERY_TOKENS}"
     if scale is not None and not 0 < scale < math.inf:
@@ -124,7 +126,7 @@ def packed_attention(
             raise ValueError(f"{name}: expected None or a positive number, got {value}")
 
     def rows(x: torch.Tensor | None, default: int) -> torch.Tensor | int:
-        return default if x is None else x.to(device=q.device, dtype=torch.int32)
+        return default if x is None else x.to(device=q.device, dtype=torch.int32).contiguous()
 
     from .kernel import _merge_kernel, _packed_attention_kernel
 
