@@ -49,7 +49,8 @@ def _attend(
     same: bool = source is getattr(value, "source", None)
     if (
         not same
-        or (key.part, value.part) != (0, 1)
+        or (key.part, value.part, key.grouped, value.grouped) != (0, 1, False, False)
+        or key.repeats != value.repeats
         or not source.current
         or dropout_p
         or is_causal
@@ -59,28 +60,32 @@ def _attend(
         return None
     batch, heads, q_tokens, head_dim = query.shape
     rows, kv_heads = source.shape(0)[:2]
-    if batch != rows or (heads != kv_heads and not enable_gqa):
+    if batch != rows or (heads != kv_heads * key.repeats and not enable_gqa):
         return None
     starts = None
     if attn_mask is not None:
-        # One row for all queries: a single token's, or several heads' of it (transformers packs
-        # grouped queries so).
-        wanted = (1, 1, source.tokens)
-        if attn_mask.shape[1:] != wanted or attn_mask.shape[0] not in (1, batch):
+        q_rows = attn_mask.shape[2] if attn_mask.dim() == 4 else 0
+        if q_rows not in (1, q_tokens) or attn_mask.shape[0] not in (1, batch):
+            return None
+        if attn_mask.shape[1] != 1 or attn_mask.shape[3] != source.tokens:
             return None
         starts = padding_starts(attn_mask)
         if starts is None:
             return None
         starts = starts.expand(batch)
-    # Without a causal mask every query sees every token: queries of a head are as good as heads.
+        if q_rows > 1:
+            return source.pair.attend(query, scale, starts)
+    # One row of a mask for all queries, or none: each of them sees what the others see, and queries
+    # of a head are as good as heads (transformers packs grouped queries so).
     folded = query.reshape(batch, heads * q_tokens, 1, head_dim)
     out: torch.Tensor | None = source.pair.attend(folded, scale, starts)
     return None if out is None else out.reshape(batch, heads, q_tokens, head_dim)
 
 
 def padding_starts(mask: torch.Tensor) -> torch.Tensor | None:
-    """int32 ``[batch]``: the first token that each row sees, if ``mask`` ``[batch, 1, 1, tokens]``
-    hides those before it and no other. None for any other mask.
+    """int32 ``[batch]``: the first token that each row sees, if ``mask`` ``[batch, 1, queries,
+    tokens]`` hides those before it, and from all but the last query those that follow its own token
+    (the queries are the last tokens). None for any other mask.
 
     Waits for the device, once per mask: all layers of a forward pass hand on the same one.
     """
@@ -90,13 +95,15 @@ def padding_starts(mask: torch.Tensor) -> torch.Tensor | None:
     version = None if mask.is_inference() else mask._version
     if latest is not None and latest[0]() is mask and latest[1] == version:
         return latest[2]
-    rows = mask[:, 0, 0]
+    rows = mask[:, 0]  # [batch, queries, tokens]
     if rows.dtype == torch.bool:
         visible, hidden = rows, ~rows
     else:
         visible, hidden = rows == 0, rows <= torch.finfo(rows.dtype).min
-    first = hidden.sum(-1, dtype=torch.int32)
-    expected = torch.arange(rows.shape[1], device=rows.device) >= first[:, None]
+    first = hidden[:, -1].sum(-1, dtype=torch.int32)
+    token = torch.arange(rows.shape[2], device=rows.device)
+    own = token[rows.shape[2] - rows.shape[1] :, None]
+    expected = (token >= first[:, None, None]) & (token <= own)
     fits = bool(((visible == expected) & (hidden != expected)).all())
     starts = first if fits else None
     if version is not None:

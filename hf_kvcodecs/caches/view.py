@@ -37,29 +37,61 @@ class KVView(torch.Tensor):
 
     source: KVPair | FusedSnapshot
     part: int
+    repeats: int
+    grouped: bool
 
     @staticmethod
-    def __new__(cls, source: KVPair | FusedSnapshot, part: int) -> KVView:
+    def __new__(
+        cls, source: KVPair | FusedSnapshot, part: int, repeats: int = 1, grouped: bool = False
+    ) -> KVView:
+        """``repeats``: each head that many times, as transformers' ``repeat_kv`` does for grouped
+        queries; ``grouped``: ``[batch, kv_heads, repeats, tokens, head_dim]``, its steps on the
+        way."""
+        batch, heads, tokens, head_dim = source.shape(part)
+        rows = (heads, repeats) if grouped else (heads * repeats,)
         view = torch.Tensor._make_wrapper_subclass(
             cls,
-            source.shape(part),
+            (batch, *rows, tokens, head_dim),
             dtype=source.dtype(part),
             device=source.device,
             requires_grad=False,
         )
-        view.source, view.part = source, part
+        view.source, view.part, view.repeats, view.grouped = source, part, repeats, grouped
         return view
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dense(self) -> torch.Tensor:
         """The exact numbers as an ordinary tensor."""
-        return self.source.dense()[self.part]
+        dense = self.source.dense()[self.part]
+        if self.repeats == 1 and not self.grouped:
+            return dense
+        grouped = dense[:, :, None].expand(-1, -1, self.repeats, -1, -1)
+        return grouped if self.grouped else grouped.flatten(1, 2)
+
+    def _repeated(self, func: Callable[..., Any], args: tuple[Any, ...]) -> KVView | None:
+        """The view that a step of ``repeat_kv`` makes of this one, None for any other call."""
+        if not isinstance(self.source, FusedSnapshot):
+            return None
+        batch, heads, tokens, head_dim = self.source.shape(self.part)
+        if func is torch.Tensor.__getitem__:
+            (index,) = args
+            if not self.grouped and self.repeats == 1 and _adds_group_axis(index):
+                return KVView(self.source, self.part, 1, True)
+        elif func in (torch.Tensor.expand, torch.Tensor.reshape) and self.grouped:
+            sizes = args if all(isinstance(size, int) for size in args) else args[0]
+            if func is torch.Tensor.reshape:
+                if tuple(sizes) == (batch, heads * self.repeats, tokens, head_dim):
+                    return KVView(self.source, self.part, self.repeats, False)
+            elif len(sizes) == 5 and self.repeats == 1:
+                if tuple(sizes) == (batch, heads, sizes[2], tokens, head_dim):
+                    return KVView(self.source, self.part, sizes[2], True)
+        return None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return (
                 f"KVView({tuple(self.shape)}, {self.dtype}, {self.device}, "
-                f"{self.source.sealed_tokens} of {self.shape[2]} tokens packed)"
+                f"{self.source.sealed_tokens} of {self.shape[-2]} tokens packed)"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -81,6 +113,10 @@ class KVView(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         out = fused_attention(func, args, kwargs)
+        first = args[0] if args else None
+        if out is None and isinstance(first, KVView) and not kwargs:
+            if not torch.compiler.is_compiling():
+                out = first._repeated(func, args[1:])
         if out is not None:
             return out
         args, kwargs = tree_map_only(KVView, KVView.dense, (args, kwargs))
@@ -97,6 +133,14 @@ class KVView(torch.Tensor):
         """Calls that reach the dispatcher from C++ see the dense tensor too."""
         args, kwargs = tree_map_only(KVView, KVView.dense, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _adds_group_axis(index: Any) -> bool:
+    """Whether ``index`` is ``[:, :, None, :, :]``."""
+    if not (isinstance(index, tuple) and len(index) == 5 and index[2] is None):
+        return False
+    rest = index[:2] + index[3:]
+    return all(isinstance(part, slice) and part == slice(None) for part in rest)
 
 
 def dense_of(tensor: torch.Tensor | None) -> Any:

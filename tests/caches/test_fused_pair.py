@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
-from transformers.integrations import sdpa_attention
 
 from hf_kvcodecs import GAACCache
 from hf_kvcodecs.caches import fused, lazy_attention
@@ -136,6 +135,8 @@ def test_attention_that_is_answered_and_that_is_not():
     mask = torch.ones(1, 1, 1, 200, dtype=torch.bool, device=DEVICE)
     mask[..., :150] = False
     many = torch.randn(2, 2, 3, 64, device=DEVICE).bfloat16()
+    causal = torch.ones(3, 200, dtype=torch.bool, device=DEVICE).tril(197)[None, None]
+    causal = causal & mask
     fixed = torch.randn(2, 2, 1, 200, device=DEVICE).bfloat16()
     for query, options, answered in (
         (q, {"enable_gqa": True}, True),
@@ -144,6 +145,8 @@ def test_attention_that_is_answered_and_that_is_not():
         (many, {"enable_gqa": True, "is_causal": True}, False),
         (q, {"enable_gqa": True, "attn_mask": fixed}, False),
         (q[:1, :1], {}, False),  # broadcast
+        (many, {"enable_gqa": True, "attn_mask": causal}, True),
+        (many, {"enable_gqa": True, "attn_mask": causal.flip(2)}, False),
     ):
         before = lazy_attention.calls["fused"]
         found = F.scaled_dot_product_attention(query, key, value, **options)
@@ -273,8 +276,7 @@ def test_a_model_decodes_through_the_kernel(fused_on_cpu, monkeypatch, padding):
             forward(model, token, cache, attention_mask=mask) for cache in (packed, dynamic)
         )
         assert cosine(found, expected) > 0.999
-    if padding and "pack_gqa" not in vars(sdpa_attention):
-        return  # before 5.24 a mask makes transformers repeat keys and values: dense, and exact
+    # On a CPU, and before 5.24, a mask makes transformers repeat keys and values.
     assert (lazy_attention.calls - before)["fused"] == 4
     assert (lazy_attention.calls - before)["dense"] == 0
     if padding:
@@ -286,6 +288,39 @@ def test_a_model_decodes_through_the_kernel(fused_on_cpu, monkeypatch, padding):
             forward(model, token, cache, attention_mask=mask) for cache in (packed, dynamic)
         )
         assert cosine(found, expected) < 0.998  # so the comparisons above can fail
+
+
+def test_several_tokens_and_repeated_heads(fused_on_cpu):
+    """What chunked prefill and drafts do: a causal mask, for which transformers repeats heads."""
+    model = tiny_llama(
+        torch.bfloat16, head_dim=64, num_hidden_layers=1, num_key_value_heads=1,
+        num_attention_heads=2,
+    ).to(DEVICE)  # fmt: skip
+    packed, dynamic = GAACCache(), DynamicCache()
+    before = lazy_attention.calls.copy()
+    for count, seed in ((200, 1), (5, 2)):
+        ids = prompt(count, 2, seed=seed).to(DEVICE)
+        found, expected = (forward(model, ids, cache) for cache in (packed, dynamic))
+    assert cosine(found, expected) > 0.999
+    assert lazy_attention.calls - before == {"fused": 1}
+    keys = packed.layers[0].keys
+    assert isinstance(keys, KVView)
+    grouped = keys[:, :, None, :, :].expand(2, 1, 3, 205, 64)
+    repeated = grouped.reshape(2, 3, 205, 64)
+    assert isinstance(repeated, KVView)
+    assert_same_bits(repeated.dense(), dynamic.layers[0].keys.repeat_interleave(3, 1))
+    assert_same_bits(grouped.dense(), dynamic.layers[0].keys[:, :, None].expand(-1, -1, 3, -1, -1))
+    for other in (
+        keys[:, :, None],
+        keys[:, :, 3:],
+        keys.reshape(2, 205, 64),
+        grouped[0],
+        keys[torch.tensor([1], device=DEVICE)],
+        grouped.reshape(-1),
+        grouped.reshape((2, -1)),
+        keys[1:],
+    ):
+        assert type(other) is torch.Tensor
 
 
 @pytest.mark.compat
