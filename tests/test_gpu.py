@@ -1,4 +1,5 @@
-"""The same bits and tokens on a GPU: the portable torch path, no kernel of our own yet."""
+"""The same bits and tokens on a GPU in the portable torch path: heads and blocks that no kernel
+takes. ``tests/caches/test_fused_pair.py`` has those that one does."""
 
 from __future__ import annotations
 

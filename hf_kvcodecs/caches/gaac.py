@@ -30,9 +30,10 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
 
     ``model.generate(**inputs, past_key_values=GAACCache())`` (``cache=`` from transformers 5.24
     on). The newest tokens stay dense; each full block of ``block_tokens`` is packed once, without
-    loss, and decoded one layer at a time while attention reads it. Works under sdpa, eager,
-    flex_attention and flash attention, for bf16, fp16 and fp32 models; crops, beams, batches, left
-    padding and several turns work as with ``DynamicCache``.
+    loss. On a CPU it is decoded one layer at a time while attention reads it; on an NVIDIA GPU sdpa
+    reads bf16 blocks as they are, where a kernel takes them (the README says where). Works under
+    sdpa, eager, flex_attention and flash attention, for bf16, fp16 and fp32 models; crops, beams,
+    batches, left padding and several turns work as with ``DynamicCache``.
 
     Args:
         config: the model's config. Needed where not every layer is full attention: sliding-window,
@@ -42,9 +43,9 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         kv_dtype: None keeps the model's dtype: exact. "fp8_e4m3" or "fp8_e5m2" casts keys and
             values to fp8 as they arrive (unscaled, saturating), which is *lossy* and your choice;
             packing them is lossless again.
-        backend: "auto" | "torch" | "compile": what unpacks on a CPU. "auto" compiles one fused pass
-            with the C++ compiler at hand when there is much to unpack, and uses plain torch
-            otherwise.
+        backend: "auto" | "torch" | "compile": what unpacks. "auto" uses Triton kernels on NVIDIA
+            GPUs, the others never do. On a CPU "auto" compiles one fused pass with the C++ compiler
+            at hand when there is much to unpack, and uses plain torch otherwise.
         offload, max_tokens: reserved, not available in this release.
         pack_from: sequences shorter than this many tokens stay dense.
 

@@ -465,30 +465,9 @@ def patch_registers(
         at = tl.broadcast_to(place[:, None], [128, GROUPS])
         pool = tl.full([128, GROUPS], 0, tl.int64) + pool_ptr.to(tl.int64)
         operands = [
-            r0,
-            r1,
-            r2,
-            r3,
-            r4,
-            r5,
-            r6,
-            r7,
-            r8,
-            r9,
-            ra,
-            rb,
-            rc,
-            rd,
-            re,
-            rf,
-            group,
-            of_lane,
-            begin,
-            behind,
-            of_own,
-            at,
-            pool,
-        ]
+            r0, r1, r2, r3, r4, r5, r6, r7, r8, r9, ra, rb, rc, rd, re, rf,
+            group, of_lane, begin, behind, of_own, at, pool,
+        ]  # fmt: skip
         if GROUPS == 1:
             return tl.inline_asm_elementwise(
                 PATCH_1, PATCH_IO_1, operands, (tl.int32,) * 16, True, 1
@@ -590,31 +569,9 @@ def register_keys(
     o, r = _pairs_times(o, f6, PTX), _pairs_times(r, f6, PTX)
     s, u = _pairs_times(s, f7, PTX), _pairs_times(u, f7, PTX)
     a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = patch_registers(
-        a,
-        b,
-        c,
-        d,
-        e,
-        f,
-        g,
-        h,
-        i,
-        j,
-        k,
-        l,
-        o,
-        r,
-        s,
-        u,
-        first,
-        end,
-        own,
-        pool_ptr,
-        place,
-        lane,
-        GROUPS,
-        PTX,
-    )
+        a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u,
+        first, end, own, pool_ptr, place, lane, GROUPS, PTX,
+    )  # fmt: skip
     x = numbers(a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u)
     return key_tile(x, GROUPS).to(tl.bfloat16, bitcast=True)
 
@@ -635,31 +592,9 @@ def register_values(
     i, j, k, l = i + low_base, j + high_base, k + low_base, l + high_base
     o, r, s, u = o + low_base, r + high_base, s + low_base, u + high_base
     a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u = patch_registers(
-        a,
-        b,
-        c,
-        d,
-        e,
-        f,
-        g,
-        h,
-        i,
-        j,
-        k,
-        l,
-        o,
-        r,
-        s,
-        u,
-        first,
-        end,
-        own,
-        pool_ptr,
-        place,
-        lane,
-        GROUPS,
-        PTX,
-    )
+        a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u,
+        first, end, own, pool_ptr, place, lane, GROUPS, PTX,
+    )  # fmt: skip
     x = numbers(a, b, c, d, e, f, g, h, i, j, k, l, o, r, s, u)
     return value_tile(x, GROUPS).to(tl.bfloat16, bitcast=True)
 
