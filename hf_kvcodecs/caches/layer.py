@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ from .compat import notice_once
 from .fused import FusedPair, can_fuse
 from .pair import KVPair
 from .sequence import PackedSequence
+from .static_pair import StaticPair
 from .view import KVView
+
+Pair = KVPair | FusedPair | StaticPair
 
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -28,6 +31,7 @@ class GAACOptions:
     kv_dtype: str | None = None
     backend: str = "auto"
     pack_from: int = 0
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         codec_for(
@@ -40,6 +44,17 @@ class GAACOptions:
         if type(self.pack_from) is not int or self.pack_from < 0:
             raise ValueError(
                 f"pack_from: expected a number of tokens of at least 0, got {self.pack_from!r}"
+            )
+        if self.max_tokens is None:
+            return
+        if type(self.max_tokens) is not int or self.max_tokens < 1:
+            raise ValueError(
+                f"max_tokens: expected None or a number of tokens, got {self.max_tokens!r}"
+            )
+        if replace(self, max_tokens=None) != GAACOptions():
+            raise ValueError(
+                "max_tokens: expected the other options as they are by default, which is what the "
+                f"fused kernels read; got {self}. Leave out either"
             )
 
     def fuses(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -73,21 +88,21 @@ class GAACLayer(CacheLayerMixin):
     def __init__(self, options: GAACOptions | None = None) -> None:
         # Not the base class's __init__, which assigns keys and values: here they are properties.
         self.options = options or GAACOptions()
-        self._pair: KVPair | FusedPair | None = None
+        self._pair: Pair | None = None
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]  # an attribute there
         return self._pair is not None
 
     @property
-    def pair(self) -> KVPair | FusedPair:
+    def pair(self) -> Pair:
         """What the layer holds; raises ``ValueError`` before the first update."""
         if self._pair is None:
             raise ValueError("this layer holds no keys and values yet")
         return self._pair
 
     @pair.setter
-    def pair(self, pair: KVPair | FusedPair) -> None:
+    def pair(self, pair: Pair) -> None:
         self._pair = pair
 
     @property
@@ -178,10 +193,10 @@ class GAACLayer(CacheLayerMixin):
             )
         if tokens_to_remove and self._pair:
             tokens = max(self._pair.tokens + tokens_to_remove, 0)
-            if isinstance(self._pair, FusedPair):
-                self._pair = self._pair.crop(tokens, seal=tokens >= self.options.pack_from)
-            else:
+            if isinstance(self._pair, KVPair):
                 self._pair = self._pair.crop(tokens)
+            else:
+                self._pair = self._pair.crop(tokens, seal=tokens >= self.options.pack_from)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps rows ``indices`` (int64 or bool) of the batch, in that order."""
@@ -225,14 +240,16 @@ class GAACLayer(CacheLayerMixin):
         return f"GAACLayer({sealed} tokens packed {how}, {self._pair.tokens - sealed} dense)"
 
 
-def tensors_of(pair: KVPair | FusedPair) -> tuple[torch.Tensor, torch.Tensor]:
+def tensors_of(pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values as attention gets them: views once a block is sealed, the dense tail
     before."""
+    if isinstance(pair, StaticPair):
+        return pair.dense()
     source = pair.snapshot()  # what a reader decodes must not stay in the layer
     return (KVView(source, 0), KVView(source, 1)) if source.sealed_tokens else source.dense()
 
 
-def check_states(keys: torch.Tensor, values: torch.Tensor, held: KVPair | FusedPair | None) -> None:
+def check_states(keys: torch.Tensor, values: torch.Tensor, held: Pair | None) -> None:
     """Raises :class:`CacheMisuseError` unless ``keys`` and ``values`` can follow what a layer
     holds."""
     for index, (name, states) in enumerate((("keys", keys), ("values", values))):

@@ -21,13 +21,16 @@ from triton.compiler import ASTSource
 
 from hf_kvcodecs.kernels.exponent_pack.kernel import _pack_kernel
 from hf_kvcodecs.kernels.exponent_unpack.kernel import _unpack_kernel
+from hf_kvcodecs.kernels.packed_append.kernel import _append_kernel
 from hf_kvcodecs.kernels.packed_attention.kernel import _merge_kernel, _packed_attention_kernel
 from hf_kvcodecs.kernels.register_blocks import slot_words
 
 POINTERS = {
     "words_ptr": "*i32", "table_ptr": "*i32", "raw_list_ptr": "*i32", "raw_count_ptr": "*i32",
     "cursors_ptr": "*i32", "pool_ptr": "*i32", "bases_ptr": "*u8", "part_ptr": "*fp32",
-    "stat_ptr": "*fp32", "sinks_ptr": "*bf16", "scale": "fp32", "softcap": "fp32",
+    "stat_ptr": "*fp32", "sinks_ptr": "*bf16", "lost_ptr": "*i32", "starts_ptr": "*i32",
+    "state_ptr": "*i32",
+    "after_ptr": "*i32", "scale": "fp32", "softcap": "fp32",
 }  # fmt: skip
 
 
@@ -65,7 +68,7 @@ def main() -> None:
         attention = layout | {
             "N": 16, "LENGTHS": False, "SEALED": False, "STARTS": False, "WINDOW": 0,
             "EDGES": 0, "SOFTCAP": False, "STAGES": 5 if head_dim < 256 else 4, "PTX": True,
-            "UPCAST": False, "WGMMA": target == 90, "PDL": target >= 90,
+            "RING": 0, "UPCAST": False, "WGMMA": target == 90, "PDL": target >= 90,
         }  # fmt: skip
         registers = 168 if head_dim < 256 else 255
         result = compiled(
@@ -73,7 +76,13 @@ def main() -> None:
         )
         code = machine_code(result.asm["cubin"])
         report[head_dim] = {"ttgir": result.asm["ttgir"], "sass": code}
-    merge = {"HEAD_DIM": 128, "BLOCK_D": 32, "S": 64, "SINKS": True, "PDL": target >= 90}
+        append = {"T": 1, "RING": 256, "SEAL_AT": 192, **layout}
+        del append["PACKED"]
+        compiled(_append_kernel, append, "*i16", target, num_warps=16)
+    merge = {
+        "HEAD_DIM": 128, "BLOCK_D": 32, "S": 64, "SINKS": True, "LOST": True, "STARTS": True,
+        "PDL": target >= 90,
+    }  # fmt: skip
     compiled(_merge_kernel, merge, "*bf16", target, num_warps=4)
     json.dump(report, sys.stdout)
 
