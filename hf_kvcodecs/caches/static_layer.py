@@ -64,7 +64,8 @@ class StaticGAACLayer(GAACLayer):
         if not isinstance(pair, StaticPair) or key_states.shape[2] > MAX_NEW_TOKENS:
             filled: tuple[Any, Any] = self._fill(key_states, value_states)
             return filled
-        after = static_append(key_states, value_states, *pair.memory.tensors, self.max_tokens)
+        held = pair.memory
+        after = static_append(key_states, value_states, held.memory, held.sizes, self.max_tokens)
         batch, heads, new_tokens, head_dim = key_states.shape
         shape = (batch, heads, self.max_tokens, head_dim)
         return (
@@ -128,11 +129,11 @@ class StaticView:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.pair.memory.ring.dtype  # type: ignore[no-any-return]
+        return torch.bfloat16
 
     @property
     def device(self) -> torch.device:
-        return self.pair.memory.ring.device  # type: ignore[no-any-return]
+        return self.after.device
 
     @property
     def ndim(self) -> int:
@@ -196,70 +197,69 @@ def _attend(
         raise _misuse("attention with keys or values of another source")
     if key.pair is not value.pair or (key.part, value.part) != (0, 1) or dropout_p:
         raise _misuse("attention other than this layer's own, without dropout")
-    new_tokens, length = key.new_tokens, key.after[0]
+    new_tokens = key.new_tokens
     if attn_mask is None:
         if is_causal or new_tokens > 1:
             raise _misuse("attention of several tokens without a mask")
-        starts = None
+        span = None
     else:
-        starts = first_visible(attn_mask, length, new_tokens)
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    memory = key.pair.memory.tensors
+        span = visible_span(attn_mask, new_tokens)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    held = key.pair.memory
     batch, heads, q_tokens, head_dim = query.shape
     if q_tokens == new_tokens:
-        attended: torch.Tensor = static_attention(query, key.after, starts, *memory, scale)
+        attended: torch.Tensor = static_attention(
+            query, key.after, span, held.memory, held.sizes, scale
+        )
         return attended
     # transformers packs the grouped queries of one token so: [batch, kv_heads, repeats, head_dim].
     if new_tokens != 1:
         raise _misuse(f"{q_tokens} queries behind {new_tokens} new tokens")
     folded = query.reshape(batch, heads * q_tokens, 1, head_dim)
-    out: torch.Tensor = static_attention(folded, key.after, starts, *memory, scale)
+    out: torch.Tensor = static_attention(folded, key.after, span, held.memory, held.sizes, scale)
     return out.reshape(batch, heads, q_tokens, head_dim)
 
 
 _latest: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
 
-def first_visible(mask: torch.Tensor, lengths: torch.Tensor, new_tokens: int) -> torch.Tensor:
-    """int32 ``[batch]``: the first token that each row sees; -1, which makes attention NaN, where
-    ``mask`` ``[batch or 1, 1, new_tokens, max_tokens]`` hides anything but tokens before that
-    and those after each query's own. ``lengths`` int32 ``[batch]``: tokens with the new ones.
+def visible_span(mask: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    """int32 ``[2, batch]``: the first token that each row sees, and the number behind its last one.
 
-    Does not wait for the device. Compilers compute it once a step; otherwise it is kept for the
-    other layers, which hand on the same mask.
+    The first is -1, which makes attention NaN, where ``mask`` ``[batch or 1, 1, new_tokens,
+    max_tokens]`` hides anything else than the tokens before it and those after each query's own.
+    Does not wait for the device. It depends on nothing but the mask, so that compilers compute it
+    once for all layers; without one it is kept for them, which hand on the same mask.
     """
     global _latest
     if torch.compiler.is_compiling():
-        return _first_visible(mask, lengths, new_tokens)
+        return _visible_span(mask, new_tokens)
     latest = _latest  # once: other threads set it too
     version = -1 if mask.is_inference() else mask._version
     if latest is not None and latest[0]() is mask and latest[1] == version >= 0:
         return latest[2]
-    starts = _first_visible(mask, lengths, new_tokens)
-    _latest = weakref.ref(mask), version, starts
-    return starts
+    span = _visible_span(mask, new_tokens)
+    _latest = weakref.ref(mask), version, span
+    return span
 
 
-def _first_visible(mask: torch.Tensor, lengths: torch.Tensor, new_tokens: int) -> torch.Tensor:
+def _visible_span(mask: torch.Tensor, new_tokens: int) -> torch.Tensor:
     if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != new_tokens:
         raise _misuse(f"a mask of shape {tuple(mask.shape)}")
     rows = mask[:, 0]  # [batch, queries, tokens]
-    if rows.dtype == torch.bool:
-        visible = rows
-        plain = None
-    else:
-        visible = rows == 0
-        plain = (visible | (rows <= torch.finfo(rows.dtype).min)).all(-1).all(-1)
+    visible = rows if rows.dtype == torch.bool else rows == 0
     token = torch.arange(rows.shape[2], device=rows.device, dtype=torch.int32)
-    first = torch.where(visible[:, -1], token, rows.shape[2]).amin(-1)  # [batch or 1]
-    query = torch.arange(rows.shape[1], device=rows.device, dtype=torch.int32)
-    own = lengths[:, None] - rows.shape[1] + query  # [batch, queries]
-    expected = (token >= first[:, None, None]) & (token <= own[:, :, None])
-    fits = (visible == expected).all(-1).all(-1)
-    if plain is not None:
-        fits = fits & plain
-    return torch.where(fits, first, -1).to(torch.int32)
+    first = torch.where(visible, token, rows.shape[2]).amin(-1)  # [batch, queries]
+    behind = torch.where(visible, token + 1, 0).amax(-1)
+    count = visible.sum(-1, dtype=torch.int32)
+    start, end = first[:, -1:], behind[:, -1:]
+    own = end - torch.arange(new_tokens - 1, -1, -1, device=rows.device, dtype=torch.int32)
+    # Tokens from `start` to a query's own, none left out; padding sees nothing.
+    fits = (first == start) & (behind == own) & (count == own - start)
+    fits = torch.where(own > start, fits, count == 0).all(-1)
+    if rows.dtype != torch.bool:
+        fits = fits & (visible | (rows <= torch.finfo(rows.dtype).min)).all(-1).all(-1)
+    return torch.stack([torch.where(fits, start[:, 0], -1), end[:, 0]]).to(torch.int32)
 
 
 def _misuse(what: str) -> CacheMisuseError:

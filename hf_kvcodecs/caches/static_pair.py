@@ -53,8 +53,7 @@ class StaticPair:
                 words *= 2
             while raw > math.ceil(share * sealed):
                 share *= 2
-        for tensor in self.memory.tensors:
-            torch._dynamo.mark_static_address(tensor)
+        torch._dynamo.mark_static_address(self.memory.memory)
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """These tokens instead of what is held."""
@@ -67,8 +66,10 @@ class StaticPair:
 
     def _write_ring(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         places = torch.arange(first, first + keys.shape[2], device=keys.device) % RING_TOKENS
-        self.memory.ring[0].index_copy_(2, places, keys)
-        self.memory.ring[1].index_copy_(2, places, values)
+        # As integers: torch's deterministic index_copy_ changes the payloads of some NaN.
+        ring = self.memory.ring.view(torch.int16)
+        ring[0].index_copy_(2, places, keys.contiguous().view(torch.int16))
+        ring[1].index_copy_(2, places, values.contiguous().view(torch.int16))
 
     def _set(self, tokens: int, sealed: int) -> None:
         self.memory.state[0].fill_(tokens)
@@ -88,34 +89,39 @@ class StaticPair:
 
     @property
     def batch(self) -> int:
-        return self.memory.ring.shape[1]
+        return self.memory.sizes[0]
 
     @property
     def device(self) -> torch.device:
-        return self.memory.ring.device
+        return self.memory.memory.device
 
     def shape(self, index: int) -> tuple[int, int, int, int]:
         """``[batch, kv_heads, tokens, head_dim]``."""
-        _, batch, heads, _, head_dim = self.memory.ring.shape
+        batch, heads, head_dim, *_ = self.memory.sizes
         return batch, heads, self.tokens, head_dim
 
     def dtype(self, index: int) -> torch.dtype:
-        return self.memory.ring.dtype
+        return torch.bfloat16
 
     @property
     def dense_nbytes(self) -> int:
         """Bytes of as many tokens in a plain cache."""
-        return self.tokens * self.memory.ring[:, :, :, 0].numel() * 2
+        return self.tokens * self._numbers * 2
+
+    @property
+    def _numbers(self) -> int:
+        """Numbers of one token."""
+        return 2 * self.memory.rows * self.memory.sizes[2]
 
     @property
     def packed_elements(self) -> int:
         """Numbers in sealed blocks."""
-        return self.sealed_tokens * self.memory.ring[:, :, :, 0].numel()
+        return self.sealed_tokens * self._numbers
 
     @property
     def packed_nbytes(self) -> int:
         """Bytes of the memory held for sealed blocks, the part not yet used included."""
-        return sum(tensor.nbytes for tensor in self.memory.tensors) - self.tail_nbytes
+        return self.memory.memory.nbytes - self.tail_nbytes
 
     @property
     def tail_nbytes(self) -> int:
@@ -171,7 +177,7 @@ class StaticPair:
         """Exact keys and values of the first ``tokens`` tokens, new tensors."""
         self.check()
         tokens = self.tokens if tokens is None else tokens
-        _, batch, heads, _, head_dim = self.memory.ring.shape
+        batch, heads, head_dim, *_ = self.memory.sizes
         blocks = min(self.sealed_blocks, -(-tokens // BLOCK_TOKENS))
         out = self.memory.ring.new_empty(
             (2, batch, heads, max(tokens, blocks * BLOCK_TOKENS), head_dim)
@@ -217,7 +223,6 @@ class StaticPair:
     @in_place
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticPair:
         pair = copy.copy(self)
-        pair.memory = StaticBlocks(*(tensor.clone() for tensor in self.memory.tensors))
-        for tensor in pair.memory.tensors:
-            torch._dynamo.mark_static_address(tensor)
+        pair.memory = StaticBlocks(self.memory.memory.clone(), self.memory.sizes)
+        torch._dynamo.mark_static_address(pair.memory.memory)
         return pair

@@ -13,7 +13,7 @@ from transformers import CompileConfig, DynamicCache
 
 from hf_kvcodecs import GAACCache
 from hf_kvcodecs.caches import fused
-from hf_kvcodecs.caches.static_layer import StaticView, first_visible
+from hf_kvcodecs.caches.static_layer import StaticView, visible_span
 from hf_kvcodecs.caches.static_pair import StaticPair
 from hf_kvcodecs.errors import CacheMisuseError
 from hf_kvcodecs.kernels.packed_append import StaticBlocks, packed_append
@@ -65,13 +65,17 @@ def check(pair: StaticPair, keys: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def append(pair: StaticPair, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return static_append(keys, values, *pair.memory.tensors, pair.max_tokens)
+    return static_append(keys, values, pair.memory.memory, pair.memory.sizes, pair.max_tokens)
+
+
+def attention(pair: StaticPair, q: torch.Tensor, *rest: object, scale: float = 1.0) -> torch.Tensor:
+    return static_attention(q, *rest, pair.memory.memory, pair.memory.sizes, scale)
 
 
 def test_appending_and_sealing():
     keys, values = states(2, 1, 600, 64)
     pair, held = StaticPair(keys[:, :, :300], values[:, :, :300], 600), 300
-    addresses = [tensor.data_ptr() for tensor in pair.memory.tensors]
+    address = pair.memory.memory.data_ptr()
     for count in (1, 20, 64, 1, 63):
         new = slice(held, held + count)
         after = append(pair, keys[:, :, new], values[:, :, new])
@@ -82,7 +86,7 @@ def test_appending_and_sealing():
     pair.append(keys[:, :, held:], values[:, :, held:])  # a long one, by the host
     check(pair, keys, values)
     assert pair.sealed_blocks == 4
-    assert addresses == [tensor.data_ptr() for tensor in pair.memory.tensors]
+    assert address == pair.memory.memory.data_ptr()
 
 
 def test_what_does_not_fit_is_nan_and_an_error():
@@ -90,12 +94,12 @@ def test_what_does_not_fit_is_nan_and_an_error():
     pair = StaticPair(keys[:, :, :60], values[:, :, :60], 64)
     after = append(pair, keys[:, :, :4], values[:, :, :4])
     q = keys[:, :, :1]
-    assert static_attention(q, after, None, *pair.memory.tensors, 1.0).isfinite().all()
+    assert attention(pair, q, after, None).isfinite().all()
     pair.check()
     with pytest.raises(CacheMisuseError, match="64 of at most 64"):
         pair.check(1)
     after = append(pair, keys[:, :, :1], values[:, :, :1])
-    assert static_attention(q, after, None, *pair.memory.tensors, 1.0).isnan().all()
+    assert attention(pair, q, after, None).isnan().all()
     with pytest.raises(CacheMisuseError, match="lost"):
         pair.dense()
 
@@ -104,7 +108,7 @@ def test_more_raw_blocks_than_reserved():
     raw = adversarial(64)["every pattern"][0].to(DEVICE)
     keys, values = states(1, 1, 192, 64)
     pair = StaticPair(keys, values, 1000)
-    reserved = pair.memory.raw.shape[0]
+    reserved = pair.memory.sizes[5]
     for _ in range(reserved + 1):
         append(pair, raw[:, :, :64], raw[:, :, :64])
         append(pair, raw[:, :, 64:], raw[:, :, 64:])
@@ -126,13 +130,13 @@ def test_crop(cut):
     keys, values = states(1, 1, 400, 64)
     keys[:, :, 128:256] = adversarial(64)["every pattern"][0].to(DEVICE)  # a raw block
     pair = StaticPair(keys, values, 1000)
-    addresses = [tensor.data_ptr() for tensor in pair.memory.tensors]
+    address = pair.memory.memory.data_ptr()
     assert pair.crop(cut) is pair
     check(pair, keys[:, :, :cut], values[:, :, :cut])
     append(pair, keys[:, :, :50], values[:, :, :50])
     expected = [torch.cat([x[:, :, :cut], x[:, :, :50]], 2) for x in (keys, values)]
     check(pair, *expected)
-    assert addresses == [tensor.data_ptr() for tensor in pair.memory.tensors]
+    assert address == pair.memory.memory.data_ptr()
 
 
 def test_rows_of_the_batch_and_copies():
@@ -158,7 +162,12 @@ def test_attention_is_that_of_dense_tensors(tokens, new):
     after = append(pair, keys[:, :, tokens:], values[:, :, tokens:])
     q = torch.randn(2, 4, new, 64, generator=torch.Generator().manual_seed(3)).to(keys)
     starts = torch.tensor([0, 31], device=DEVICE, dtype=torch.int32)
-    out = static_attention(q, after, starts, *pair.memory.tensors, 0.125)
+    out = attention(pair, q, after, torch.stack([starts, after[0]]), scale=0.125)
+    wrong = torch.stack([starts, after[0] - torch.arange(2, device=DEVICE)]).int()
+    assert attention(pair, q, after, wrong)[1].isnan().all()
+    assert attention(pair, q, after, wrong)[0].isfinite().all()
+    wrong = torch.stack([-starts, after[0]])
+    assert attention(pair, q, after, wrong)[1].isnan().all()
     token = torch.arange(tokens + new, device=DEVICE)
     mask = (token <= token[tokens:, None]) & (token >= starts[:, None, None])
     dense = (x.float().repeat_interleave(4, 1) for x in (keys, values))
@@ -170,31 +179,32 @@ def test_attention_is_that_of_dense_tensors(tokens, new):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
 def test_masks_that_attention_can_honour(dtype):
-    lengths = torch.tensor([5, 5], dtype=torch.int32)
     visible = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0, 0]]).bool()[:, None, None]
 
-    def starts(mask: torch.Tensor, new_tokens: int = 1) -> list[int]:
+    def span(mask: torch.Tensor, new_tokens: int = 1) -> list[list[int]]:
         if dtype != torch.bool:
             mask = torch.where(mask, 0, torch.finfo(dtype).min).to(dtype)
-        return first_visible(mask, lengths, new_tokens).tolist()
+        return visible_span(mask, new_tokens).T.tolist()
 
-    assert starts(visible) == [0, 2]
-    several = visible.repeat(1, 1, 2, 1)
-    several[:, :, 0, 4] = False
-    assert starts(several, 2) == [0, 2]
-    for row, token in ((0, 2), (1, 3), (0, 5), (1, 4)):
+    assert span(visible) == [[0, 5], [2, 5]]
+    several = visible.repeat(1, 1, 4, 1)
+    for query in range(3):
+        several[:, :, query, query + 2 :] = False
+    assert span(several, 4) == [[0, 5], [2, 5]]  # the second row's first query is padding
+    for row, token in ((0, 2), (1, 3), (0, 1)):  # holes
         broken = visible.clone()
-        broken[row, :, :, token] ^= True
-        assert starts(broken)[row] == -1
-        assert starts(broken)[1 - row] == [0, 2][1 - row]
-    broken = several.clone()
-    broken[0, :, 0, 4] = True  # sees its successor
-    assert starts(broken, 2) == [-1, 2]
-    assert starts(torch.zeros_like(visible)) == [-1, -1]
+        broken[row, :, :, token] = False
+        assert span(broken)[row] == [-1, 5]
+        assert span(broken)[1 - row] == [[0, 5], [2, 5]][1 - row]
+    for query, token in ((0, 4), (1, 0), (3, 1), (0, 1)):  # successors, holes
+        broken = several.clone()
+        broken[0, :, query, token] ^= True
+        assert span(broken, 4)[0][0] == -1
+    assert span(torch.zeros_like(visible))[0][1] == 0  # no cache that answers is that short
     if dtype != torch.bool:
         soft = torch.where(visible, 0, torch.finfo(dtype).min).to(dtype)
         soft[0, 0, 0, 6] = -3.0
-        assert first_visible(soft, lengths, 1).tolist() == [-1, 2]
+        assert visible_span(soft, 1).T.tolist() == [[-1, 5], [2, 5]]
 
 
 def test_a_view_says_what_it_cannot_do():
@@ -255,7 +265,7 @@ def test_eager_steps_several_turns_and_crops():
     for count in (3, 150, 1, 1, 40, 100, 1):  # the first prompt, short ones, a long one
         step = ids[:, start : start + count]
         found, expected = (forward(llama, step, held) for held in (cache, reference))
-        assert torch.allclose(found.float(), expected.float(), atol=0.05)
+        assert float((found - expected).norm() / expected.norm()) < 0.03
         start += count
         assert cache.get_seq_length() == start
     cache.crop(-20)
@@ -299,14 +309,14 @@ def test_files_and_dynamic_caches(tmp_path):
     cache = GAACCache.from_cache(dynamic, llama.config, max_tokens=400)
     assert_same_contents(cache, dynamic)
     forward(llama, ids[:, :5], cache)
-    forward(llama, ids[:, :5], dynamic)
     cache.save(tmp_path / "cache.safetensors")
-    loaded = GAACCache.load(tmp_path / "cache.safetensors", config=llama.config)
+    twin, loaded = copy.deepcopy(cache), GAACCache.load(tmp_path / "cache.safetensors")
+    forward(llama, ids[:, :5], cache)
     for idx in range(2):
-        assert_same_bits(loaded.dense(idx)[0], cache.dense(idx)[0])
-    assert_same_contents(
-        copy.deepcopy(cache), GAACCache.from_cache(cache).__class__.from_cache(cache)
-    )
+        keys, values = loaded.dense(idx)
+        assert keys.shape[2] == 305
+        assert_same_bits(twin.dense(idx)[0], keys)
+        assert_same_bits(cache.dense(idx)[1][:, :, :305], values)
 
 
 def test_where_it_cannot_be_static(monkeypatch, caplog):
@@ -317,6 +327,7 @@ def test_where_it_cannot_be_static(monkeypatch, caplog):
     cache = GAACCache(llama.config, max_tokens=220)
     assert torch.equal(generate(llama, ids, cache, max_new_tokens=5), expected)
     assert not cache.is_compileable
+    assert any("grows as needed" in record.message for record in caplog.records)
 
 
 def test_options():

@@ -34,11 +34,16 @@ POINTERS = {
 }  # fmt: skip
 
 
-def compiled(kernel: Any, constants: dict[str, Any], states: str, target: int, **options: Any):
-    """``kernel`` for ``target``; pointers to keys, values and the like are ``states``."""
+def compiled(
+    kernel: Any, constants: dict[str, Any], states: str, target: int, rows: str = "i32",
+    **options: Any,
+):  # fmt: skip
+    """``kernel`` for ``target``; pointers to keys, values and the like are ``states``, what is one
+    number for all rows or one for each ``rows``."""
     signature, aligned = {}, {}
     for number, name in enumerate(kernel.arg_names):
-        other = states if name.endswith("_ptr") else "i32"
+        other = rows if name in ("ends", "lengths") else "i32"
+        other = states if name.endswith("_ptr") else other
         signature[name] = "constexpr" if name in constants else POINTERS.get(name, other)
         if name.endswith("_ptr") or name.startswith("stride"):
             aligned[(number,)] = [["tt.divisibility", 16]]
@@ -80,10 +85,10 @@ def main() -> None:
         del append["PACKED"]
         compiled(_append_kernel, append, "*i16", target, num_warps=16)
     merge = {
-        "HEAD_DIM": 128, "BLOCK_D": 32, "S": 64, "SINKS": True, "LOST": True, "STARTS": True,
+        "HEAD_DIM": 128, "BLOCK_D": 32, "S": 64, "SINKS": True, "LOST": True, "ENDS": True,
         "PDL": target >= 90,
     }  # fmt: skip
-    compiled(_merge_kernel, merge, "*bf16", target, num_warps=4)
+    compiled(_merge_kernel, merge, "*bf16", target, num_warps=4, rows="*i32")
     json.dump(report, sys.stdout)
 
 

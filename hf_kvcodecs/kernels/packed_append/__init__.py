@@ -8,34 +8,30 @@ import torch
 
 from ...errors import UnsupportedLayoutError
 from ..dispatch import on_device, triton_missing
-from ..register_blocks import BLOCK_TOKENS, RegisterBlocks
+from ..register_blocks import BLOCK_TOKENS, RegisterBlocks, slot_words
 
 RING_TOKENS = 2 * BLOCK_TOKENS
 KEEP_TOKENS = 64  # dense tokens that stay behind a block when it is sealed
 MAX_NEW_TOKENS = 64
 
-__all__ = ["KEEP_TOKENS", "MAX_NEW_TOKENS", "RING_TOKENS", "StaticBlocks", "packed_append"]
+__all__ = ["KEEP_TOKENS", "MAX_NEW_TOKENS", "RING_TOKENS", "Sizes", "StaticBlocks", "packed_append"]
+
+
+Sizes = tuple[int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class StaticBlocks:
-    """All memory of one layer, in tensors that never move and never change their size.
+    """All memory of one layer in one tensor, which never moves: compilers and graphs have to watch
+    over a single one.
 
     Attributes:
-        tables: int32, one after the other: ``state`` ``[2, rows]`` (the tokens and the sealed
-            blocks of each row, ``rows = batch * kv_heads``), then ``raw_count`` ``[rows]``,
-            ``table`` and ``raw_list`` ``[rows, blocks]`` and ``cursors`` ``[3]`` as
-            :class:`RegisterBlocks` has them.
-        words, pool, raw: as :class:`RegisterBlocks` has them.
-        ring: bf16 ``[2, batch, kv_heads, 256, head_dim]``: keys and values of the tokens behind the
-            sealed blocks, token ``t`` at ``t % 256``.
+        memory: int32 ``[n]``, the parts below one behind the other.
+        sizes: batch, kv_heads, head_dim, blocks of a row, words of the pool, raw slots.
     """
 
-    tables: torch.Tensor
-    words: torch.Tensor
-    pool: torch.Tensor
-    raw: torch.Tensor
-    ring: torch.Tensor
+    memory: torch.Tensor
+    sizes: Sizes
 
     @staticmethod
     def allocate(
@@ -44,55 +40,69 @@ class StaticBlocks:
         """Empty memory for ``blocks`` blocks a row of states like ``like`` ``[batch, kv_heads, _,
         head_dim]``."""
         batch, kv_heads, _, head_dim = like.shape
-        memory = RegisterBlocks.allocate(
-            batch, kv_heads, head_dim, blocks, like.device,
-            pool_words=pool_words, raw_slots=raw_slots,
-        )  # fmt: skip
-        rows = batch * kv_heads
-        return StaticBlocks(
-            tables=memory.table.new_zeros(3 * rows + 2 * rows * blocks + 3),
-            words=memory.words,
-            pool=memory.pool,
-            raw=memory.raw,
-            ring=like.new_zeros((2, batch, kv_heads, RING_TOKENS, head_dim)),
-        )
+        sizes = batch, kv_heads, head_dim, blocks, pool_words, raw_slots
+        words = sum(_parts(sizes))
+        return StaticBlocks(torch.zeros(words, dtype=torch.int32, device=like.device), sizes)
 
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.tables, self.words, self.pool, self.raw, self.ring
+    def _split(self) -> tuple[torch.Tensor, ...]:
+        parts: tuple[torch.Tensor, ...] = self.memory.split(_parts(self.sizes))
+        return parts
 
     @property
     def rows(self) -> int:
-        return self.ring.shape[1] * self.ring.shape[2]
+        return self.sizes[0] * self.sizes[1]
 
     @property
-    def capacity(self) -> int:
-        """Blocks of a row."""
-        return (self.tables.numel() - 3 - 3 * self.rows) // (2 * self.rows)
+    def ring(self) -> torch.Tensor:
+        """bf16 ``[2, batch, kv_heads, 256, head_dim]``: keys and values of the tokens behind the
+        sealed blocks, token ``t`` at ``t % 256``."""
+        batch, kv_heads, head_dim, *_ = self.sizes
+        ring = self._split()[3].view(torch.bfloat16)
+        return ring.view(2, batch, kv_heads, RING_TOKENS, head_dim)
 
     @property
     def state(self) -> torch.Tensor:
-        """int32 ``[2, rows]``: tokens, sealed blocks."""
-        return self.tables[: 2 * self.rows].view(2, self.rows)
+        """int32 ``[2, rows]``: each row's tokens and sealed blocks."""
+        return self._split()[4].view(2, self.rows)
+
+    @property
+    def tables(self) -> torch.Tensor:
+        """int32: ``state``, and all tables of :meth:`blocks`."""
+        return self.memory[sum(_parts(self.sizes)[:4]) :]
 
     def blocks(self, sealed: int = 0) -> RegisterBlocks:
-        """The same memory as :class:`RegisterBlocks`, ``sealed`` blocks of each row in use."""
-        _, batch, kv_heads, _, head_dim = self.ring.shape
-        rows, capacity = self.rows, self.capacity
-        count, table, raw_list, cursors = self.tables[2 * rows :].split(
-            [rows, rows * capacity, rows * capacity, 3]
-        )
+        """The memory as :class:`RegisterBlocks`, ``sealed`` blocks of each row in use."""
+        batch, kv_heads, head_dim, capacity, _, raw_slots = self.sizes
+        words, pool, raw, _, _, count, table, raw_list, cursors = self._split()
         return RegisterBlocks(
             head_dim=head_dim,
-            words=self.words,
-            pool=self.pool,
-            raw=self.raw,
+            words=words.view(-1, slot_words(head_dim)),
+            pool=pool,
+            raw=raw.view(torch.int16).view(raw_slots, 2, BLOCK_TOKENS, head_dim),
             table=table.view(batch, kv_heads, capacity),
             raw_list=raw_list.view(batch, kv_heads, capacity),
             raw_count=count.view(batch, kv_heads),
-            cursors=cursors,
+            cursors=cursors[:3],
             blocks=sealed,
         )
+
+
+def _parts(sizes: Sizes) -> list[int]:
+    """Words of each part: packed words, pool, raw blocks, ring, state, the tables. Those that
+    kernels read 16 bytes at a time come first; their sizes are multiples of that."""
+    batch, kv_heads, head_dim, blocks, pool_words, raw_slots = sizes
+    rows = batch * kv_heads
+    return [
+        rows * blocks * slot_words(head_dim),
+        -(-pool_words // 4) * 4,
+        raw_slots * BLOCK_TOKENS * head_dim,
+        rows * RING_TOKENS * head_dim,
+        2 * rows,
+        rows,
+        rows * blocks,
+        rows * blocks,
+        4,
+    ]
 
 
 def packed_append(
@@ -119,7 +129,7 @@ def packed_append(
     missing = triton_missing(keys.device)
     if missing:
         raise UnsupportedLayoutError(f"packed_append cannot take {missing}.")
-    _, batch, kv_heads, ring, head_dim = memory.ring.shape
+    batch, kv_heads, head_dim, capacity, *_ = memory.sizes
     expected = (batch, kv_heads, keys.shape[2], head_dim)
     for name, states in (("keys", keys), ("values", values)):
         if states.dtype != torch.bfloat16 or tuple(states.shape) != expected:
@@ -132,7 +142,7 @@ def packed_append(
     from .kernel import _append_kernel
 
     blocks, rows = memory.blocks(), memory.rows
-    after = memory.tables.new_empty((2, batch))
+    after = memory.memory.new_empty((2, batch))
     bases = torch.empty((rows, 2 * head_dim), dtype=torch.uint8, device=keys.device)
     keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
     with on_device(keys.device):
@@ -140,9 +150,9 @@ def packed_append(
             keys.view(torch.int16), values.view(torch.int16), memory.ring.view(torch.int16),
             memory.state, after, blocks.words, blocks.pool, blocks.raw, blocks.table,
             blocks.raw_list, blocks.raw_count, blocks.cursors, bases,
-            new, max_tokens, memory.capacity, blocks.pool.numel(), blocks.raw.shape[0], kv_heads,
+            new, max_tokens, capacity, blocks.pool.numel(), blocks.raw.shape[0], kv_heads,
             *keys.stride()[:3], *values.stride()[:3],
-            T=1 << (new - 1).bit_length(), RING=ring, SEAL_AT=BLOCK_TOKENS + KEEP_TOKENS,
+            T=1 << (new - 1).bit_length(), RING=RING_TOKENS, SEAL_AT=BLOCK_TOKENS + KEEP_TOKENS,
             HEAD_DIM=head_dim, D=head_dim, SLOT=blocks.words.shape[1], num_warps=16,
         )  # fmt: skip
     return after

@@ -71,6 +71,7 @@ def packed_attention(
     splits: int | None = None,
     ring: bool = False,
     lost: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal softmax attention over sealed blocks and a dense tail, in one softmax.
 
@@ -98,8 +99,10 @@ def packed_attention(
             them): spares the causal mask.
         splits: programs that share a row's history; by default as many as fill the device.
         ring: token ``t`` is at ``t % capacity`` of the tail, capacity a multiple of 128.
-        lost: int32 ``[1]`` on the device. If it is not 0 the whole output is NaN, and a row's if
-            its entry in ``starts`` is negative: for errors that only the device knows of.
+        lost: int32 ``[1]`` on the device, for errors that nobody else knows of. If it is not 0 the
+            whole output is NaN.
+        ends: int32 ``[batch]``, beside ``lost`` and ``starts``: a row whose entry is not its
+            length, or in ``starts`` is negative, gets NaN.
 
     Returns:
         bf16 ``[batch, q_heads, q_tokens, head_dim]``, contiguous in ``[batch, q_tokens, q_heads,
@@ -188,10 +191,11 @@ def packed_attention(
         block_d = 32 if batch * q_heads * q_tokens <= 128 else width
         _merge_kernel[(batch * kv_heads, columns, -(-head_dim // block_d))](
             part, stat, q if sinks is None else sinks, stat if lost is None else lost,
-            stat if starts is None else starts_of_rows, out, kv_heads, q_heads, q_tokens, splits,
+            stat if ends is None else starts_of_rows, rows(ends, 0), rows(lengths, 0),
+            out, kv_heads, q_heads, q_tokens, splits,
             *out.stride()[:3],
             HEAD_DIM=head_dim, BLOCK_D=block_d, S=_next_power_of_2(splits),
-            SINKS=sinks is not None, LOST=lost is not None, STARTS=starts is not None, PDL=pdl,
+            SINKS=sinks is not None, LOST=lost is not None, ENDS=ends is not None, PDL=pdl,
             num_warps=4 if splits <= 64 else 8,
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip

@@ -305,12 +305,12 @@ def _packed_attention_kernel(
     tl.store(stat_ptr + out * 2 + 1, tl.sum(tl.reshape(total, [64, N]), 0), mask=mask_n)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "q_heads", "q_tokens", "splits"])
+@triton.jit(do_not_specialize=["ends", "lengths", "kv_heads", "q_heads", "q_tokens", "splits"])
 def _merge_kernel(
-    part_ptr, stat_ptr, sinks_ptr, lost_ptr, starts_ptr, out_ptr,
+    part_ptr, stat_ptr, sinks_ptr, lost_ptr, starts_ptr, ends, lengths, out_ptr,
     kv_heads, q_heads, q_tokens, splits, stride_ob, stride_oh, stride_ot,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
-    SINKS: tl.constexpr, LOST: tl.constexpr, STARTS: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, LOST: tl.constexpr, ENDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The softmax over all splits of one query head and token, attention sinks included."""
     row = tl.program_id(0)
@@ -338,8 +338,10 @@ def _merge_kernel(
     result = tl.sum(part * weight[:, None], 0) / tl.where(denominator == 0, 1.0, denominator)
     if LOST:
         wrong = tl.load(lost_ptr) > 0
-        if STARTS:
-            wrong = wrong | (tl.load(starts_ptr + row // kv_heads) < 0)
+        if ENDS:
+            batch = row // kv_heads
+            wrong = wrong | (tl.load(starts_ptr + batch) < 0)
+            wrong = wrong | (tl.load(ends + batch) != tl.load(lengths + batch))
         result = tl.where(wrong, float("nan"), result)
     offset = (row // kv_heads).to(tl.int64) * stride_ob + q_head.to(tl.int64) * stride_oh
     offset += (column // group).to(tl.int64) * stride_ot
