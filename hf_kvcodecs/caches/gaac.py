@@ -115,8 +115,9 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
 
     def _new_layer(self) -> GAACLayer:
         """An empty full-attention layer."""
-        static = self.options.max_tokens is not None
-        return StaticGAACLayer(self.options) if static else GAACLayer(self.options)
+        if self.options.max_tokens is None:
+            return GAACLayer(self.options)
+        return StaticGAACLayer(self.options, getattr(self.config, "dtype", None))
 
     @classmethod
     def from_cache(

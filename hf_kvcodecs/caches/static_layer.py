@@ -41,15 +41,18 @@ class StaticGAACLayer(GAACLayer):
     through two operators that compilers trace and CUDA graphs capture.
     """
 
-    def __init__(self, options: GAACOptions) -> None:
+    def __init__(self, options: GAACOptions, dtype: torch.dtype | None = None) -> None:
+        """``dtype``: that of the model, as far as it is known."""
         assert options.max_tokens is not None
         super().__init__(options)
         self.max_tokens = options.max_tokens
+        self.model_dtype = dtype
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]  # an attribute there
-        # Asked before the first update too: what that brings decides, see `_fill`.
-        return self._pair is None or isinstance(self._pair, StaticPair)
+        if self._pair is None:  # asked before there are any states
+            return self.model_dtype in (None, torch.bfloat16)
+        return isinstance(self._pair, StaticPair)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
