@@ -94,30 +94,17 @@ def assemble(
     )
     for row, (match, pad) in enumerate(zip(rows, prompt.pads, strict=True)):
         keys[:, row, :, :pad], values[:, row, :, :pad] = 0, 0
-        _place(match.prefix, loaded, pad, keys[:, row], values[:, row])
-        for span in match.moved:
-            _place(span.pieces, loaded, pad, keys[:, row], values[:, row])
-            old = torch.cat(
-                [torch.arange(p.position, p.position + p.stop - p.start) for p in span.pieces]
+        pieces = [*match.prefix, *(piece for span in match.moved for piece in span.pieces)]
+        for piece in pieces:
+            stored_keys, stored_values = (
+                states[:, :, piece.start : piece.stop].to(device) for states in loaded[piece.chunk]
             )
-            new = torch.arange(span.tokens) + prompt.positions[row] + span.at
-            place = keys[:, row, :, pad + span.at : pad + span.end]
-            if not torch.equal(old, new):
-                place.copy_(rotation.move(place, old, new))
+            place = slice(pad + piece.at, pad + piece.end)
+            values[:, row, :, place] = stored_values
+            old = torch.arange(piece.position, piece.position + piece.stop - piece.start)
+            new = torch.arange(piece.at, piece.end) + prompt.positions[row]
+            rotation.move(stored_keys, old, new, out=keys[:, row, :, place])
     return Assembly(keys=keys, values=values, rows=tuple(rows))
-
-
-def _place(
-    pieces: tuple[Piece, ...],
-    loaded: dict[Chunk, KV],
-    pad: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    for piece in pieces:
-        for states, stored in zip((keys, values), loaded[piece.chunk], strict=True):
-            part = stored[:, :, piece.start : piece.stop]
-            states[:, :, pad + piece.at : pad + piece.end] = part.to(states.device)
 
 
 def _loaded(

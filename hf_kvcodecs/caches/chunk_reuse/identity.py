@@ -30,30 +30,36 @@ def model_identity(model: Any) -> str:
     quick = _quick_fingerprint(model)
     known = _digests.get(model)
     if known is None or known[0] != quick:
-        known = (quick, _full_digest(model, quick))
+        known = (quick, _full_digest(model))
         _digests[model] = known
     return known[1]
 
 
 def _quick_fingerprint(model: Any) -> str:
-    digest = hashlib.sha256(_settings(model).encode())
+    """What changes when the model does, cheap enough for every prompt: no names, no copies."""
+    config = vars(model.config)
+    digest = hashlib.sha256(f"{model.training} {_adapters(model)} {config}".encode())
     samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for name, tensor in _tensors(model):
-        version = 0 if tensor.is_inference() else tensor._version
-        digest.update(f"{name} {tensor.data_ptr()} {version} {tuple(tensor.shape)}".encode())
-        if tensor.numel():
-            flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[0]
-            flat = flat.reshape(-1)
-            step = max(len(flat) // SAMPLES, 1)
-            key = (tensor.device, tensor.dtype)
-            samples.setdefault(key, []).append(flat[step // 2 :: step][:SAMPLES])
+    state = []
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None:
+                continue
+            version = 0 if tensor.is_inference() else tensor._version
+            state.append((tensor.data_ptr(), version))
+            if (count := tensor.numel()) and tensor.is_contiguous():
+                taken, step = min(SAMPLES, count), max(count // SAMPLES, 1)
+                offset = tensor.storage_offset() + step // 2
+                numbers = tensor.detach().as_strided((taken,), (step,), offset)
+                samples.setdefault((tensor.device, tensor.dtype), []).append(numbers)
+    digest.update(str(state).encode())
     for parts in samples.values():
         digest.update(_raw(torch.cat(parts)))
     return digest.hexdigest()
 
 
 @torch.no_grad()
-def _full_digest(model: Any, quick: str) -> str:
+def _full_digest(model: Any) -> str:
     digest = hashlib.sha256(_settings(model).encode())
     sums = []
     for name, tensor in _tensors(model):
@@ -112,7 +118,7 @@ def _adapters(model: Any) -> list[list[str]]:
             str(getattr(module, "scaling", None)),
         ]
         for name, module in model.named_modules()
-        if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters")
+        if hasattr(type(module), "active_adapters") and hasattr(module, "merged_adapters")
     ]
 
 

@@ -34,17 +34,25 @@ class Rotation:
     start: int
     layers: tuple[bool, ...]
 
-    def move(self, keys: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def move(
+        self,
+        keys: torch.Tensor,
+        old: torch.Tensor,
+        new: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """``keys`` ``[layers, ..., tokens, head_dim]`` of positions ``old`` as if of ``new`` (both
-        int64 ``[tokens]``, on the CPU): one rounding to the keys' dtype, from float32."""
+        int64 ``[tokens]``, on the CPU), in ``out`` or a new tensor: one rounding to the keys'
+        dtype, from float32."""
+        out = torch.empty_like(keys, memory_format=torch.contiguous_format) if out is None else out
         if torch.equal(old, new):
-            return keys
+            return out.copy_(keys)
         cos, sin = (t.to(keys.device) for t in angles_between(old, new, self.inv_freq))
-        turned = rotate(keys, cos, sin, interleaved=self.interleaved, start=self.start)
+        rotate(keys, cos, sin, interleaved=self.interleaved, start=self.start, out=out)
         for layer, turns in enumerate(self.layers):
             if not turns:
-                turned[layer] = keys[layer]
-        return turned
+                out[layer] = keys[layer]
+        return out
 
 
 def check_rope_types(config: Any) -> None:

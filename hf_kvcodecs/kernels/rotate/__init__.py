@@ -15,8 +15,9 @@ def rotate(
     *,
     interleaved: bool = False,
     start: int = 0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``keys`` rotated pair by pair, computed in float32, in a new tensor of the keys' dtype.
+    """``keys`` rotated pair by pair, computed in float32 and rounded once to the keys' dtype.
 
     Args:
         keys: ``[..., tokens, head_dim]``, floating point, any strides.
@@ -25,6 +26,7 @@ def rotate(
         interleaved: pairs are neighbouring channels (GLM, DeepSeek) instead of the two halves of
             the rotated channels (Llama and most others).
         start: the first rotated channel; ``2 * pairs`` channels from there are rotated.
+        out: where the result goes, like ``keys`` but of other memory; None for a new tensor.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -44,4 +46,11 @@ def rotate(
         raise ValueError(
             f"rotate: {pairs} pairs from channel {start} on do not fit head_dim {keys.shape[-1]}"
         )
-    return _rotate(keys, cos, sin, interleaved=interleaved, start=start)
+    out = torch.empty_like(keys, memory_format=torch.contiguous_format) if out is None else out
+    if out.shape != keys.shape or out.dtype != keys.dtype:
+        raise ValueError(
+            f"rotate: expected out like keys ({keys.dtype} {tuple(keys.shape)}), got {out.dtype} "
+            f"{tuple(out.shape)}"
+        )
+    _rotate(keys, cos, sin, interleaved=interleaved, start=start, out=out)
+    return out

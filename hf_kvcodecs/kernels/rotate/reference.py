@@ -26,16 +26,22 @@ def angles_between(
 
 
 def rotate(
-    keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, start: int
-) -> torch.Tensor:
+    keys: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool,
+    start: int,
+    out: torch.Tensor,
+) -> None:
     """See :func:`hf_kvcodecs.kernels.rotate.rotate`."""
-    pairs = cos.shape[-1]
-    out = keys.clone(memory_format=torch.contiguous_format)
+    stop = start + 2 * cos.shape[-1]
     if interleaved:
-        first, second = slice(start, start + 2 * pairs, 2), slice(start + 1, start + 2 * pairs, 2)
+        first, second = slice(start, stop, 2), slice(start + 1, stop, 2)
     else:
-        first, second = slice(start, start + pairs), slice(start + pairs, start + 2 * pairs)
+        middle = start + cos.shape[-1]
+        first, second = slice(start, middle), slice(middle, stop)
     x, y = keys[..., first].float(), keys[..., second].float()
-    out[..., first] = (x * cos - y * sin).to(keys.dtype)
-    out[..., second] = (y * cos + x * sin).to(keys.dtype)
-    return out
+    out[..., first] = torch.addcmul(x * cos, y, sin, value=-1)
+    out[..., second] = torch.addcmul(y * cos, x, sin)
+    out[..., :start], out[..., stop:] = keys[..., :start], keys[..., stop:]
