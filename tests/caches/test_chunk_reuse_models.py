@@ -188,7 +188,7 @@ def test_rotation_is_exact_to_float32(models):
     there = rotation.move(states, old, new)
     back = rotation.move(there, new, old)
     assert (back - states).abs().max() < 2e-6
-    assert torch.equal(rotation.move(states, old, old), states)
+    assert torch.equal(rotation.move(states, old, old), states)  # cos 1, sin 0
     double = states.double()
     angle = (60_000 + torch.arange(40).double())[:, None] * rotation.inv_freq.double()
     angle -= torch.arange(40).double()[:, None] * rotation.inv_freq.double()

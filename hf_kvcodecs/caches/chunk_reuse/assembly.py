@@ -95,16 +95,34 @@ def assemble(
     for row, (match, pad) in enumerate(zip(rows, prompt.pads, strict=True)):
         keys[:, row, :, :pad], values[:, row, :, :pad] = 0, 0
         pieces = [*match.prefix, *(piece for span in match.moved for piece in span.pieces)]
-        for piece in pieces:
+        shifts = [prompt.positions[row] + piece.at - piece.position for piece in pieces]
+        angles = _angles(pieces, shifts, rotation, device)
+        for piece, shift in zip(pieces, shifts, strict=True):
             stored_keys, stored_values = (
                 states[:, :, piece.start : piece.stop].to(device) for states in loaded[piece.chunk]
             )
             place = slice(pad + piece.at, pad + piece.end)
             values[:, row, :, place] = stored_values
-            old = torch.arange(piece.position, piece.position + piece.stop - piece.start)
-            new = torch.arange(piece.at, piece.end) + prompt.positions[row]
-            rotation.move(stored_keys, old, new, out=keys[:, row, :, place])
+            if shift:
+                cos, sin = next(angles)
+                rotation.turn(stored_keys, cos, sin, keys[:, row, :, place])
+            else:
+                keys[:, row, :, place] = stored_keys
     return Assembly(keys=keys, values=values, rows=tuple(rows))
+
+
+def _angles(
+    pieces: list[Piece], shifts: list[int], rotation: Rotation, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """cos and sin for each piece that moves; computed together, one transfer for all."""
+    moving = [(piece, shift) for piece, shift in zip(pieces, shifts, strict=True) if shift]
+    if not moving:
+        return
+    old = [torch.arange(p.position, p.position + p.stop - p.start) for p, _ in moving]
+    new = [positions + shift for positions, (_, shift) in zip(old, moving, strict=True)]
+    cos, sin = rotation.angles(torch.cat(old), torch.cat(new), device)
+    lengths = [len(positions) for positions in old]
+    yield from zip(cos.split(lengths), sin.split(lengths), strict=True)
 
 
 def _loaded(

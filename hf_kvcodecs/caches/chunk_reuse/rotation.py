@@ -34,24 +34,28 @@ class Rotation:
     start: int
     layers: tuple[bool, ...]
 
-    def move(
-        self,
-        keys: torch.Tensor,
-        old: torch.Tensor,
-        new: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """``keys`` ``[layers, ..., tokens, head_dim]`` of positions ``old`` as if of ``new`` (both
-        int64 ``[tokens]``, on the CPU), in ``out`` or a new tensor: one rounding to the keys'
-        dtype, from float32."""
-        out = torch.empty_like(keys, memory_format=torch.contiguous_format) if out is None else out
-        if torch.equal(old, new):
-            return out.copy_(keys)
-        cos, sin = (t.to(keys.device) for t in angles_between(old, new, self.inv_freq))
+    def angles(
+        self, old: torch.Tensor, new: torch.Tensor, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin ``[tokens, pairs]`` on ``device`` that turn keys of positions ``old`` into
+        those of ``new`` (both int64 ``[tokens]``, on the CPU)."""
+        cos, sin = angles_between(old, new, self.inv_freq)
+        return cos.to(device), sin.to(device)
+
+    def turn(
+        self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Writes ``keys`` ``[layers, ..., tokens, head_dim]``, turned, to ``out`` of the same
+        shape: one rounding to their dtype, from float32."""
         rotate(keys, cos, sin, interleaved=self.interleaved, start=self.start, out=out)
         for layer, turns in enumerate(self.layers):
             if not turns:
                 out[layer] = keys[layer]
+
+    def move(self, keys: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """``keys`` of positions ``old`` as if of positions ``new``, a new tensor."""
+        out = torch.empty_like(keys, memory_format=torch.contiguous_format)
+        self.turn(keys, *self.angles(old, new, keys.device), out)
         return out
 
 
