@@ -21,7 +21,7 @@ from .hooks import attach
 from .identity import model_identity
 from .layer import ScatterLayer
 from .prompt import NoReuse, Prompt, read_prompt
-from .repair import REPAIRS, deviating_rows, probe, seam_rows
+from .repair import REPAIRS, deviating_rows, probe, selected_rows
 from .report import ReuseReport
 from .rows import layout
 from .support import check_attention, check_model, inner_model
@@ -40,8 +40,9 @@ class ChunkReuseCache(Cache):
     Args:
         model: the model that will use the cache. It carries two hooks while such caches live.
         store: shared by any number of caches, threads and models.
-        repair: what is recomputed of moved text: "selective" its first rows, "cacheblend" also the
-            rows that deviate most in a probe of the lowest layers, "none" nothing.
+        repair: what is recomputed of moved text: "selective" its first and last rows and those that
+            gather attention, "cacheblend" also the rows that deviate most in a probe of the lowest
+            layers, "none" nothing.
         recompute_ratio: the share of moved tokens that "cacheblend" recomputes, 0 to 1.
         verify: reserved for a later release.
         tokenizer: where paragraphs end; None takes the one beside the model's weights.
@@ -138,7 +139,8 @@ class ChunkReuseCache(Cache):
         wanted = [match.missing() for match in made.rows]
         if self.repair == "none" or not any(match.moved for match in made.rows):
             return wanted
-        wanted = [flags | seam_rows(match) for flags, match in zip(wanted, made.rows, strict=True)]
+        for row, (flags, match) in enumerate(zip(wanted, made.rows, strict=True)):
+            flags |= selected_rows(match, made.keys[:, row, :, prompt.pads[row] :])
         if self.repair == "cacheblend" and self.recompute_ratio:
             with torch.no_grad():
                 found = probe(self.model, prompt, made, ids, self._needs_float_mask)

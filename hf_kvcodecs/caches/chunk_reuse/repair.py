@@ -15,16 +15,34 @@ from .layer import ScatterLayer
 from .prompt import Prompt
 from .rows import RowPlan, layout
 
-SEAM_TOKENS = 16  # the first rows of moved text depend most on what now stands before them
+HEAD_TOKENS = 16  # the first rows of moved text depend most on what now stands before them
+TAIL_TOKENS = 8  # the last ones are what the text behind attends to most
+SINK_RATIO = 0.02  # of the rows, those with the smallest keys
+SAMPLED_LAYERS = 8  # layers whose keys tell which those are
 PROBED_LAYER = 1  # the lowest whose values know the context: those of layer 0 know the token alone
 REPAIRS = ("cacheblend", "selective", "none")
 
 
-def seam_rows(match: RowMatch, tokens: int = SEAM_TOKENS) -> Flags:
-    """The first ``tokens`` rows of every moved span (EPIC, arXiv 2410.15332)."""
+def selected_rows(match: RowMatch, keys: torch.Tensor) -> Flags:
+    """Rows that matter most by where they stand and how they are attended to, without a probe.
+
+    The first rows of every moved span (EPIC, arXiv 2410.15332), its last ones, and those with the
+    smallest keys: tokens that gather attention whatever the query is (line ends, separators), so
+    that what they say of their old context reaches everything behind them.
+
+    Args:
+        match: the row of the batch.
+        keys: its keys ``[layers, kv_heads, tokens, head_dim]``, padding left out.
+    """
     chosen = np.zeros(match.tokens, bool)
     for span in match.moved:
-        chosen[span.at : min(span.at + tokens, span.end)] = True
+        chosen[span.at : min(span.at + HEAD_TOKENS, span.end)] = True
+        chosen[max(span.end - TAIL_TOKENS, span.at) : span.end] = True
+        if count := round(SINK_RATIO * span.tokens):
+            sampled = keys[:: max(len(keys) // SAMPLED_LAYERS, 1), :, span.at : span.end]
+            sizes = sampled.float().square().sum((0, 1, 3))
+            smallest = sizes.topk(count, largest=False).indices
+            chosen[span.at + smallest.cpu().numpy()] = True
     return chosen
 
 
