@@ -318,7 +318,7 @@ class ChunkSpace:
 
     def put(self, chunks: Iterable[tuple[Chunk, Callable[[], KV]]]) -> int:
         """Adds chunks of one text in order, each with a function that gives its keys and values
-        (called only if they are new); how many were new."""
+        (called only if they are new); how many tokens were new."""
         store, new = self.store, 0
         with store.lock:
             store.begin()
@@ -332,7 +332,7 @@ class ChunkSpace:
             keys, values = states()
             packed = pack((self._placed(keys), self._placed(values)), store.codec)
             norm = _norm_per_token(keys, values)
-            new += 1
+            new += chunk.tokens
             if store.tiers and not known:
                 data = to_bytes(chunk, packed)
                 for tier in store.tiers:

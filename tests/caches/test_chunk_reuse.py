@@ -488,6 +488,34 @@ def test_what_is_written_after_a_crop_is_right(tiny_models):
     assert again.report().exact_tokens == 60 + 14
 
 
+def test_documents_stored_ahead_of_any_prompt(tiny_models):
+    model = tiny_models[torch.float32]
+    store = ChunkStore()
+    assert ChunkReuseCache(model, store).warm(DOCUMENT) == 201  # and the bos token
+    assert ChunkReuseCache(model, store).warm(DOCUMENT) == 0
+    cache, ids = ChunkReuseCache(model, store), text(33, DOCUMENT, 12)
+    last_logits(model, ids, cache)
+    assert cache.report().moved_tokens == 200
+    exact = ChunkReuseCache(model, store)
+    bos = torch.ones(1, 1, dtype=torch.long)
+    last_logits(model, torch.cat([bos, DOCUMENT, prompt(5, seed=3)], 1), exact)
+    assert exact.report().exact_tokens == 201
+    with pytest.raises(ValueError, match="one document"):
+        cache.warm(DOCUMENT.expand(2, -1))
+
+
+def test_documents_longer_than_the_context_are_stored_in_windows():
+    model = tiny_llama(max_position_embeddings=128)
+    store = ChunkStore()
+    ChunkReuseCache(model, store).warm(DOCUMENT, overlap_tokens=40)
+    cache = ChunkReuseCache(model, store)
+    ids = text(9, DOCUMENT[:, 100:], 7)
+    last_logits(model, ids, cache)
+    assert cache.report().moved_tokens == 100
+    with pytest.raises(ValueError, match="overlap_tokens: expected 0 to 126"):
+        cache.warm(DOCUMENT, overlap_tokens=127)
+
+
 def test_threads_share_a_model_and_a_store(tiny_models):
     model = tiny_models[torch.float32]
     store = ChunkStore(max_bytes="1MB")

@@ -25,6 +25,7 @@ from .repair import REPAIRS, deviating_rows, probe, selected_rows
 from .report import ReuseReport
 from .rows import layout
 from .support import check_attention, check_model, inner_model
+from .warm import warm
 from .writing import RowText, append_ids, slice_states
 
 
@@ -74,6 +75,7 @@ class ChunkReuseCache(Cache):
         self.model, self.store = inner_model(model), store
         self.repair, self.recompute_ratio = repair, recompute_ratio
         self.rotation = check_model(self.model)
+        self._moves = True
         self._ends = vocabulary_ends(self.model, tokenizer)
         super().__init__(layers=[ScatterLayer() for _ in self.rotation.layers])
         self._forget()
@@ -120,7 +122,7 @@ class ChunkReuseCache(Cache):
             RowText.begin(space.salt, ids, pad, position)
             for ids, pad, position in zip(prompt.rows, prompt.pads, prompt.positions, strict=True)
         ]
-        rows, loaded = find(prompt, space, moves=True)
+        rows, loaded = find(prompt, space, moves=self._moves)
         self._prompt = prompt, rows
         total = sum(row.tokens for row in rows)
         self._report = ReuseReport(total_tokens=total)
@@ -239,6 +241,35 @@ class ChunkReuseCache(Cache):
                 ends = ends_of(text.ids, self._ends)
                 stored += text.write(self._space, states, ends, held)
         self._report = replace(self._report, stored_tokens=self._report.stored_tokens + stored)
+
+    def warm(
+        self,
+        ids: torch.Tensor,
+        *,
+        sink_ids: torch.Tensor | None = None,
+        overlap_tokens: int = 128,
+    ) -> int:
+        """Puts a document into the store ahead of any prompt; how many tokens were new.
+
+        The document is read as one text behind sink tokens, which take the attention that the first
+        tokens of any text attract; one longer than the model's context in windows that overlap.
+        What this cache itself holds is left alone.
+
+        Args:
+            ids: int64 ``[1, tokens]``.
+            sink_ids: int64 ``[1, tokens]``; None for the model's bos token, if it has one.
+            overlap_tokens: what neighbouring windows share.
+
+        Raises:
+            ValueError: more than one document, or an overlap as long as the model's context.
+        """
+
+        def new_cache() -> ChunkReuseCache:
+            cache = ChunkReuseCache(self.model, self.store, repair=self.repair)
+            cache._ends, cache._moves = self._ends, False  # every number from a real prefill
+            return cache
+
+        return warm(self.model, new_cache, ids, sink_ids, overlap_tokens)
 
     def report(self) -> ReuseReport:
         """What became of the latest prompt."""

@@ -50,9 +50,7 @@ class RowText:
     ) -> int:
         """Puts what is new into ``space``, up to ``stop``; how many tokens that were."""
         stop = len(self.ids) if stop is None else stop
-        before = self.written
-        space.put(self._chunks(space, states, ends, stop))
-        return self.written - before
+        return space.put(self._chunks(space, states, ends, stop))
 
     def _chunks(
         self, space: ChunkSpace, states: Slice, ends: Strengths, stop: int
