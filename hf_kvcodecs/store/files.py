@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from ..errors import CorruptDataError
+from ..errors import CorruptDataError, UnsupportedLayoutError
 from ..layouts import check_version
 from .chunk import Chunk
 from .packing import Packed
@@ -78,6 +78,21 @@ def head_bytes(head: bytes) -> int:
 def read_chunk(salt: bytes, chain: bytes, head: bytes) -> Chunk:
     """The chunk that a file's description (``head``, at least that) tells of; tensors unread."""
     return _chunk(salt, chain, _metadata(head))[0]
+
+
+def checked_chunk(data: bytes, *, whole: bool) -> int | None:
+    """The tokens of a chunk's file, None if it is damaged or of a newer release.
+
+    For tools that know no salt: with ``whole`` the checksum is checked, the name never is.
+    """
+    try:
+        metadata = _metadata(data)
+        tokens = len(json.loads(metadata["chunk"])["ids"])
+        if whole and metadata.get("sha256") != _digest(metadata["chunk"], load(data)):
+            return None
+    except (CorruptDataError, UnsupportedLayoutError, SafetensorError, ValueError, LookupError):
+        return None
+    return tokens
 
 
 def _metadata(data: bytes) -> dict[str, str]:
