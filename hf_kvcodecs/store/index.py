@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 import numpy as np
 
 from .chunk import Chunk, Match, Piece, Span
-from .hashing import Ids, common_prefix, common_suffix, probe_hashes, root_key
+from .hashing import Ids, chain_key, common_prefix, common_suffix, probe_hashes, root_key
 
 MIN_MOVED_TOKENS = 64  # shorter finds cost as much to repair as to compute
 
@@ -62,14 +63,19 @@ class ChunkIndex:
         return Match(prefix=Span(pieces=tuple(prefix)) if prefix else None, moved=moved)
 
     def _prefix(self, ids: Ids, position: int) -> list[Piece]:
-        pieces: list[Piece] = []
-        parent, at = root_key(self.salt, position), 0
-        while (piece := self._child(parent, ids, at)) and piece.position == position + at:
-            pieces.append(piece)
-            parent, at = piece.chunk.chain, piece.end
-            if piece.stop < piece.chunk.tokens:
-                break
-        return pieces
+        root = root_key(self.salt, position)
+        follow = self._follow(root, ids, 0)
+        return list(takewhile(lambda piece: piece.position == position + piece.at, follow))
+
+    def _follow(self, parent: bytes, ids: Ids, at: int) -> Iterator[Piece]:
+        """What stands behind ``parent`` and in ``ids`` from ``at`` on, as far as they agree.
+
+        A text may leave a chunk in its middle: what was stored behind its first tokens has those
+        tokens' name for a parent, like a chunk that ends there.
+        """
+        while (piece := self._child(parent, ids, at)) is not None:
+            yield piece
+            parent, at = piece_key(self.salt, piece), piece.end
 
     def _moved(self, ids: Ids, at: int) -> Iterator[Span]:
         floor = at
@@ -93,13 +99,10 @@ class ChunkIndex:
     def _run(self, chunk: Chunk, ids: Ids, at: int) -> list[Piece]:
         """``chunk`` at offset ``at`` and what follows it both there and here."""
         stop = common_prefix(chunk.ids, ids[at:])
-        pieces = [Piece(chunk=chunk, start=0, stop=stop, at=at)] if stop else []
-        while pieces and pieces[-1].stop == pieces[-1].chunk.tokens:
-            piece = self._child(pieces[-1].chunk.chain, ids, pieces[-1].end)
-            if piece is None:
-                break
-            pieces.append(piece)
-        return pieces
+        if not stop:
+            return []
+        first = Piece(chunk=chunk, start=0, stop=stop, at=at)
+        return [first, *self._follow(piece_key(self.salt, first), ids, first.end)]
 
     def _child(self, parent: bytes, ids: Ids, at: int) -> Piece | None:
         """The chunk behind ``parent`` that shares most tokens with ``ids`` from ``at`` on."""
@@ -126,6 +129,13 @@ class ChunkIndex:
                 at=piece.at - shared,
             )
         ]
+
+
+def piece_key(salt: bytes, piece: Piece) -> bytes:
+    """The name of everything up to the end of a piece that begins where its chunk does."""
+    if piece.stop == piece.chunk.tokens:
+        return piece.chunk.chain
+    return chain_key(salt, piece.chunk.parent, piece.chunk.ids[: piece.stop])
 
 
 def _discard(table: dict, key: object, chunk: Chunk) -> None:  # type: ignore[type-arg]

@@ -25,7 +25,10 @@ def check_codec(codec: str | None) -> None:
 
 
 def pack(kv: KV, codec: str | None) -> Packed:
-    """Tensors of their own memory, and the JSON-able description that :func:`unpack` needs."""
+    """Tensors of their own memory, and the JSON-able description that :func:`unpack` needs.
+
+    ``kv`` is given away: without a codec the very tensors are kept.
+    """
     tensors: dict[str, torch.Tensor] = {}
     described = {}
     for name, states, axis in zip(("keys", "values"), kv, (2, 3), strict=True):
@@ -68,7 +71,9 @@ def _part(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor
 
 def _pack_one(states: torch.Tensor, codec: str | None, axis: int) -> Packed:
     if codec is None:
-        return {"dense": states.clone(memory_format=torch.contiguous_format)}, {}
+        # A part of a larger tensor would keep all of that in memory.
+        own = states.is_contiguous() and states.untyped_storage().nbytes() == states.nbytes
+        return {"dense": states if own else states.clone(memory_format=torch.contiguous_format)}, {}
     if codec != "gaac":
         return affine_encode(states, int(codec.removeprefix("int")), axis), {}
     # One block of the whole chunk, so that hardly a token stays outside.

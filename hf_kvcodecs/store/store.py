@@ -435,5 +435,5 @@ def _chain_of(name: str) -> bytes | None:
 
 def _norm_per_token(keys: torch.Tensor, values: torch.Tensor) -> float:
     """Mean l2 norm of a token's keys and values: the same scale for every length."""
-    squares = keys.float().square().sum() + values.float().square().sum()
-    return float((squares / max(keys.shape[2], 1)).sqrt())
+    norms = [torch.linalg.vector_norm(states, dtype=torch.float32) for states in (keys, values)]
+    return float(torch.stack(norms).norm()) / math.sqrt(max(keys.shape[2], 1))

@@ -488,6 +488,21 @@ def test_what_is_written_after_a_crop_is_right(tiny_models):
     assert again.report().exact_tokens == 60 + 14
 
 
+def test_a_text_that_leaves_a_chunk_in_its_middle_is_stored_from_there(tiny_models):
+    model = tiny_models[torch.float32]
+    first = text(10, DOCUMENT, 9)
+    store = seen(model, first)
+    ids = torch.cat([first[:, :100], prompt(31, seed=77)], 1)
+    for exact, stored in ((100, 31), (130, 0), (130, 0)):
+        cache = ChunkReuseCache(model, store)
+        got = last_logits(model, ids, cache)
+        assert torch.allclose(got, last_logits(model, ids, DynamicCache()), atol=1e-4)
+        assert (cache.report().exact_tokens, cache.report().stored_tokens) == (exact, stored)
+    again = ChunkReuseCache(model, store)
+    last_logits(model, first, again)
+    assert again.report().exact_tokens == first.shape[1] - 1
+
+
 def test_documents_stored_ahead_of_any_prompt(tiny_models):
     model = tiny_models[torch.float32]
     store = ChunkStore()

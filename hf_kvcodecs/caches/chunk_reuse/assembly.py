@@ -25,11 +25,13 @@ class RowMatch:
         prefix: exact pieces from the row's first token on.
         moved: spans to be repaired, offsets within the row.
         tokens: of the row.
+        known: as ``prefix``, with the tokens whose logits are wanted: what need not be written.
     """
 
     prefix: tuple[Piece, ...]
     moved: tuple[Span, ...]
     tokens: int
+    known: tuple[Piece, ...] = ()
 
     @property
     def exact_tokens(self) -> int:
@@ -65,13 +67,15 @@ def find(
     loaded: dict[Chunk, KV] = {}
     rows = []
     for ids, position in zip(prompt.rows, prompt.positions, strict=True):
-        match = _clip(space.match(ids, position), len(ids) - prompt.keep)
+        whole = space.match(ids, position)
+        match = _clip(whole, len(ids) - prompt.keep)
         prefix = tuple(_loaded(match.prefix.pieces if match.prefix else (), space, loaded))
         moved = []
         for span in match.moved if moves else ():
             if pieces := tuple(_loaded(span.pieces, space, loaded)):
                 moved.append(Span(pieces=pieces))
-        rows.append(RowMatch(prefix=prefix, moved=tuple(moved), tokens=len(ids)))
+        known = whole.prefix.pieces[: len(prefix)] if whole.prefix else ()
+        rows.append(RowMatch(prefix=prefix, moved=tuple(moved), tokens=len(ids), known=known))
     return rows, loaded
 
 

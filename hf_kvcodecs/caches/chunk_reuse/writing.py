@@ -14,7 +14,7 @@ from ...store import Chunk, ChunkSpace
 from ...store.chunk import KV
 from ...store.chunkers import Strengths
 from ...store.hashing import Ids, branch_key, root_key
-from ...store.index import MIN_MOVED_TOKENS
+from ...store.index import MIN_MOVED_TOKENS, piece_key
 from .assembly import RowMatch
 
 Slice = Callable[[int, int], KV]  # keys and values [layers, kv_heads, stop - start, head_dim]
@@ -68,10 +68,9 @@ class RowText:
     ) -> int:
         """Puts what a prefill computed: what is behind the exact prefix under its true name, what
         is behind moved text under names of their own, since its context was approximate."""
-        for piece in match.prefix:
-            if piece.stop < piece.chunk.tokens:
-                break  # a part of a chunk has no name: the new chunk begins where that one does
-            self.parent, self.written = piece.chunk.chain, piece.end
+        if match.known:
+            last = match.known[-1]
+            self.parent, self.written = piece_key(space.salt, last), last.end
         if not match.moved:
             return self.write(space, states, ends)
         total = self.write(space, states, ends, match.moved[0].at)
