@@ -410,6 +410,17 @@ class ChunkHook:
         del self.cache
 
 
+def test_a_refusal_changes_nothing(tiny_models):
+    model = tiny_models[torch.float32]
+    cache, ids = ChunkReuseCache(model, ChunkStore()), text(40)
+    last_logits(model, ids, cache)
+    expected = [layer.keys.clone() for layer in cache.layers]
+    with pytest.raises(CacheMisuseError, match="use_cache=False"):
+        last_logits(model, prompt(1), cache, use_cache=False)
+    for layer, keys in zip(cache.layers, expected, strict=True):
+        assert_same_bits(layer.keys, keys)
+
+
 def test_hooks_are_there_only_while_a_cache_is():
     model = tiny_llama()
     first, second = (ChunkReuseCache(model, ChunkStore()) for _ in range(2))

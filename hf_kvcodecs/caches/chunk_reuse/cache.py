@@ -211,6 +211,8 @@ class ChunkReuseCache(Cache):
 
     def after_forward(self, finished: bool) -> None:
         """Called by the hook when the model is done, or has failed."""
+        if not self._running:  # refused before it ran: nothing has changed
+            return
         self._running = False
         prompt, self._prompt = self._prompt, None
         if not finished:
