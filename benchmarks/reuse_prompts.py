@@ -32,26 +32,34 @@ class Case:
 
 
 class Passages:
-    """Pieces of code and prose in turn, each given out once."""
+    """Pieces of code and prose in turn: documents from the first nine tenths of each text, headers
+    and the like from the last, so that no prompt contains its own document twice."""
+
+    SHORT = 200
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.ids = [
+        texts = [
             tokenizer(text, add_special_tokens=False)["input_ids"]
             for text in (code_text(), prose_text())
         ]
-        self.at = [0, 0]
-        self.turn = 0
+        cuts = [len(ids) * 9 // 10 for ids in texts]
+        self.long = [ids[:cut] for ids, cut in zip(texts, cuts, strict=True)]
+        self.short = [ids[cut:] for ids, cut in zip(texts, cuts, strict=True)]
+        self.at = {"long": [0, 0], "short": [0, 0]}
+        self.turn = {"long": 0, "short": 1}
 
     def take(self, tokens: int) -> str:
         """The next passage of about ``tokens`` tokens."""
-        which = self.turn % 2
-        self.turn += 1
-        start = self.at[which]
-        if start + tokens > len(self.ids[which]):
-            start = 17 * self.turn  # all the way round: begins elsewhere, so it is another text
-        self.at[which] = start + tokens
-        text: str = self.tokenizer.decode(self.ids[which][start : start + tokens])
+        kind = "short" if tokens < self.SHORT else "long"
+        which = self.turn[kind] % 2
+        self.turn[kind] += 1
+        ids: list[int] = getattr(self, kind)[which]
+        start = self.at[kind][which]
+        if start + tokens > len(ids):
+            start = 17 * self.turn[kind]  # all the way round: begins elsewhere
+        self.at[kind][which] = start + tokens
+        text: str = self.tokenizer.decode(ids[start : start + tokens])
         return text.strip("\n")
 
 
