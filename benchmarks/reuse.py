@@ -258,9 +258,8 @@ def chat_rows(timer: Timer, passages: Passages, tokens: int) -> Iterator[dict[st
         text = timer.tokenizer.decode(reply[0]) + "\n\n"
 
 
-def measure(args: Namespace, timer: Timer, peers: list[Peer]) -> list[dict[str, Any]]:
-    """All lines that the command line asks for."""
-    lines = []
+def measure(args: Namespace, timer: Timer, peers: list[Peer]) -> Iterator[dict[str, Any]]:
+    """All lines that the command line asks for, as they are measured."""
     passages = Passages(timer.tokenizer)
     variants: dict[str, dict[str, Any]] = {"": DEFAULT}
     if args.rho:
@@ -272,15 +271,14 @@ def measure(args: Namespace, timer: Timer, peers: list[Peer]) -> list[dict[str, 
             count = max(2, round(args.count * min(1.0, 2048 / tokens)))
             if workload == "chat":
                 rows = list(chat_rows(timer, passages, tokens))
-                lines.append(report_line(args, f"chat, {tokens} tokens", rows))
+                yield report_line(args, f"chat, {tokens} tokens", rows)
                 continue
             cases = list(WORKLOADS[workload](passages, tokens, count))
             run_case(timer, cases[0], DEFAULT, peers)  # warm-up
             for name, options in variants.items():
                 rows = [run_case(timer, case, options, peers) for case in cases]
                 title = f"{cases[0].workload}, {tokens} tokens{name}"
-                lines.append(report_line(args, title, rows))
-    return lines
+                yield report_line(args, title, rows)
 
 
 def report_line(args: Namespace, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -315,15 +313,16 @@ def main() -> None:
     print_environment(env)
     timer = Timer(load(args), load_tokenizer(path))
     peers = [] if args.no_peer else find_peers(timer)
-    lines = measure(args, timer, peers)
+    old = args.out.read_text() if args.append and args.out.exists() else ""
+    lines = []
+    for line in measure(args, timer, peers):
+        lines.append(line)
+        write_results(args.out, env, lines)  # after each, so that a run cut short is not lost
+        args.out.write_text(old + args.out.read_text())
     headers = {name: name.replace("_", " ") for name in
                ("case", "full_ms", "ours_ms", "speedup", "mean_kl", "max_kl",
                 "first_token_agrees", "computed_share", "prefix_ms", "over_prefix")}  # fmt: skip
     print_table("Time to the first token", lines, headers)
-    old = args.out.read_text() if args.append and args.out.exists() else ""
-    write_results(args.out, env, lines)
-    if old:
-        args.out.write_text(old + args.out.read_text())
 
 
 def find_peers(timer: Timer) -> list[Peer]:
