@@ -87,6 +87,8 @@ def test_the_core_imports_without_triton_and_extras():
         "platformdirs",
         "hypothesis",
         "matplotlib",
+        "redis",
+        "peft",
     ]
     code = (
         f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"

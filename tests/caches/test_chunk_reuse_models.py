@@ -264,6 +264,29 @@ def test_weights_changed_after_construction_change_the_key():
     assert late.report().exact_tokens == 0
 
 
+def test_a_reply_of_changed_weights_is_not_stored():
+    model, store, ids = tiny_llama(), ChunkStore(), text(40)
+    cache = ChunkReuseCache(model, store)
+    generate(model, ids, cache)
+    stored = store.stats().stored
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.1)
+    cache.flush()
+    del cache
+    assert store.stats().stored == stored
+
+
+def test_autocast_does_not_share():
+    model, store, ids = tiny_llama(), ChunkStore(), text(10, DOCUMENT, 9)
+    generate(model, ids, ChunkReuseCache(model, store))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for reused in (0, 218):
+            cache = ChunkReuseCache(model, store)
+            generate(model, ids, cache)
+            assert cache.report().exact_tokens == reused
+            del cache
+
+
 # peft asks transformers 5.24 for an attribute under its old name.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_adapters_do_not_share():

@@ -402,7 +402,10 @@ def test_kill_in_the_middle_of_writing_loses_at_most_that_chunk(tmp_path):
     ]
     for writer in writers:
         assert writer.stdout.readline() == "ready\n"
-    time.sleep(0.7)
+    for _ in range(600):
+        if len(list(tmp_path.glob("*/*.safetensors"))) > 20:
+            break
+        time.sleep(0.05)
     for writer in writers:
         writer.send_signal(signal.SIGKILL)
         writer.wait()
@@ -414,7 +417,7 @@ def test_kill_in_the_middle_of_writing_loses_at_most_that_chunk(tmp_path):
         match = space.match(text(100, seed))
         if match.prefix:
             assert torch.equal(space.load(match.prefix.pieces[0].chunk)[0], random_kv(100, seed)[0])
-    assert len(space.index.chunks) > 2
+    assert len(space.index.chunks) > 20
     assert store.verify() == 0
 
 

@@ -83,6 +83,7 @@ class ChunkReuseCache(Cache):
 
     def _forget(self) -> None:
         self._space: Any = None
+        self._identity = ""
         self._texts: list[RowText] | None = None  # None: nothing may be written
         self._prompt: tuple[Prompt, list[RowMatch]] | None = None  # in the first forward call
         self._running = self._generating = False
@@ -95,7 +96,7 @@ class ChunkReuseCache(Cache):
         self._check_call(kwargs)
         generating, self._generating = self._generating, False
         if self.get_seq_length():
-            self._read_on(kwargs)
+            self._read_on(kwargs, new_call=generating)
         else:
             try:
                 kwargs = self._first_forward(kwargs, last_logits_only=generating)
@@ -117,7 +118,8 @@ class ChunkReuseCache(Cache):
 
     def _first_forward(self, kwargs: dict[str, Any], *, last_logits_only: bool) -> dict[str, Any]:
         prompt = read_prompt(kwargs, last_logits_only=last_logits_only)
-        space = self._space = self.store.space(model_identity(self.model))
+        self._identity = model_identity(self.model)
+        space = self._space = self.store.space(self._identity)
         self._texts = [
             RowText.begin(space.salt, ids, pad, position)
             for ids, pad, position in zip(prompt.rows, prompt.pads, prompt.positions, strict=True)
@@ -198,9 +200,13 @@ class ChunkReuseCache(Cache):
             repair_seconds=repair_seconds,
         )
 
-    def _read_on(self, kwargs: dict[str, Any]) -> None:
+    def _read_on(self, kwargs: dict[str, Any], *, new_call: bool) -> None:
         """Notes the tokens of a later forward call."""
         ids = kwargs.get("input_ids")
+        if self._texts is None:
+            return
+        if new_call:
+            self.flush()  # what the model computed so far; if it has changed since, nothing
         if self._texts is None:
             return
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != len(self._texts):
@@ -235,6 +241,8 @@ class ChunkReuseCache(Cache):
     def flush(self) -> None:
         """Writes to the store what is not there yet: the reply so far. Happens by itself when the
         object is deleted."""
+        if self._texts and model_identity(self.model) != self._identity:
+            self._texts = None  # weights or adapters changed: whose numbers these are is unknown
         stored = 0
         for row, text in enumerate(self._texts or ()):
             held = min(len(text.ids), self.get_seq_length() - text.pad)

@@ -21,7 +21,8 @@ _digests: weakref.WeakKeyDictionary[Any, tuple[str, str]] = weakref.WeakKeyDicti
 
 
 def model_identity(model: Any) -> str:
-    """A digest of config, rope settings, attention, dtype, every weight and the active adapters.
+    """A digest of config, rope settings, attention, dtype, autocast, every weight and the active
+    adapters.
 
     The weights are read when they may have changed: before every prompt a few numbers of each
     parameter, their versions and the adapters' states are compared with those of the last time. A
@@ -32,7 +33,9 @@ def model_identity(model: Any) -> str:
     if known is None or known[0] != quick:
         known = (quick, _full_digest(model))
         _digests[model] = known
-    return known[1]
+    kind = model.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return f"{known[1]} autocast {autocast}"
 
 
 def _quick_fingerprint(model: Any) -> str:
