@@ -115,6 +115,17 @@ def test_repair_recomputes_what_it_says(tiny_models, repair):
     assert str(report.moved_tokens) in str(report)
 
 
+def test_repair_exact_uses_no_moved_text(tiny_models):
+    model = tiny_models[torch.float32]
+    store = seen(model, text(10, DOCUMENT, 9))
+    ids = text(33, DOCUMENT, 12)
+    for exact in (0, ids.shape[1] - 1):
+        cache = ChunkReuseCache(model, store, repair="exact")
+        expected = generate(model, ids, DynamicCache())
+        assert torch.equal(generate(model, ids, cache), expected)
+        assert (cache.report().exact_tokens, cache.report().moved_tokens) == (exact, 0)
+
+
 def test_repaired_rows_are_right_where_everything_before_them_is(tiny_models):
     """The first rows of moved text, recomputed, equal those of a plain prefill."""
     model = tiny_models[torch.float32]

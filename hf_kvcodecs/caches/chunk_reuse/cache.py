@@ -43,7 +43,7 @@ class ChunkReuseCache(Cache):
         store: shared by any number of caches, threads and models.
         repair: what is recomputed of moved text: "selective" its first and last rows and those that
             gather attention, "cacheblend" also the rows that deviate most in a probe of the lowest
-            layers, "none" nothing.
+            layers, "none" nothing. "exact" uses no moved text at all, only beginnings.
         recompute_ratio: the share of moved tokens that "cacheblend" recomputes, 0 to 1.
         verify: reserved for a later release.
         tokenizer: where paragraphs end; None takes the one beside the model's weights.
@@ -75,7 +75,7 @@ class ChunkReuseCache(Cache):
         self.model, self.store = inner_model(model), store
         self.repair, self.recompute_ratio = repair, recompute_ratio
         self.rotation = check_model(self.model)
-        self._moves = True
+        self._moves = repair != "exact"
         self._ends = vocabulary_ends(self.model, tokenizer)
         super().__init__(layers=[ScatterLayer() for _ in self.rotation.layers])
         self._forget()

@@ -20,7 +20,7 @@ TAIL_TOKENS = 8  # the last ones are what the text behind attends to most
 SINK_RATIO = 0.02  # of the rows, those with the smallest keys
 SAMPLED_LAYERS = 8  # layers whose keys tell which those are
 PROBED_LAYER = 1  # the lowest whose values know the context: those of layer 0 know the token alone
-REPAIRS = ("cacheblend", "selective", "none")
+REPAIRS = ("cacheblend", "selective", "none", "exact")
 
 
 def selected_rows(match: RowMatch, keys: torch.Tensor) -> Flags:
