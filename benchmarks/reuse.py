@@ -195,10 +195,11 @@ class Peer:
         for text in case.seen:
             engine.generate(text, max_new_tokens=1)
         self.timer.sync()
-        began = time.perf_counter()
-        result = engine.generate(case.prompt, max_new_tokens=1)
-        self.timer.sync()
-        seconds = time.perf_counter() - began
+        times = [time.perf_counter()]
+        result = engine.generate(
+            case.prompt, max_new_tokens=1, on_token=lambda _: times.append(time.perf_counter())
+        )
+        seconds = times[1] - times[0]
         logits = result.first_token_logits
         kl = None if logits is None else divergence(expected.cpu(), torch.as_tensor(logits))
         return {"seconds": seconds, "reuse": result.kv_reuse_ratio, "kl": kl}
