@@ -241,15 +241,18 @@ class ChunkReuseCache(Cache):
     def flush(self) -> None:
         """Writes to the store what is not there yet: the reply so far. Happens by itself when the
         object is deleted."""
-        if self._texts and model_identity(self.model) != self._identity:
+        stored, length = 0, self.get_seq_length()
+        waiting = [
+            (row, text, held)
+            for row, text in enumerate(self._texts or ())
+            if (held := min(len(text.ids), length - text.pad)) > text.written
+        ]
+        if waiting and model_identity(self.model) != self._identity:
             self._texts = None  # weights or adapters changed: whose numbers these are is unknown
-        stored = 0
-        for row, text in enumerate(self._texts or ()):
-            held = min(len(text.ids), self.get_seq_length() - text.pad)
-            if held > text.written:
-                states = slice_states(self.layers, row, text.pad)
-                ends = ends_of(text.ids, self._ends)
-                stored += text.write(self._space, states, ends, held)
+            return
+        for row, text, held in waiting:
+            states = slice_states(self.layers, row, text.pad)
+            stored += text.write(self._space, states, ends_of(text.ids, self._ends), held)
         self._report = replace(self._report, stored_tokens=self._report.stored_tokens + stored)
 
     def warm(
