@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .chunk import Chunk, Match, Piece, Span
 from .chunkers import Chunker, DocumentChunker, Ends, FixedChunker, ParagraphChunker
-from .store import ChunkSpace, ChunkStore, StoreStats
+from .space import ChunkSpace
+from .store import ChunkStore, StoreStats
 
 __all__ = [
     "Chunk",

@@ -7,25 +7,21 @@ import math
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 import torch
 
-from ..errors import CorruptDataError, UnsupportedLayoutError
-from .chunk import KV, Chunk, Match
+from .chunk import Chunk
 from .chunkers import Chunker, make_chunker
-from .files import HEAD_BYTES, from_bytes, head_bytes, read_chunk, to_bytes
-from .hashing import Ids, space_salt
+from .hashing import space_salt
 from .index import ChunkIndex
-from .packing import Packed, check_codec, pack, packed_bytes, unpack
+from .packing import Packed, check_codec, packed_bytes
+from .space import ChunkSpace
 from .tiers import DiskTier, Tier, remote_tier
 
 LOG = logging.getLogger("hf_kvcodecs.store")
-REFRESH_SECONDS = 1.0  # how old the list of what other processes wrote may be
 T = TypeVar("T")
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
@@ -141,7 +137,7 @@ class ChunkStore:
         self._held: dict[tuple[str, bytes], _Held] = {}
         self._pinned: set[tuple[str, bytes]] = set()
         self._nbytes = self._tick = 0
-        self._mean_norm = 0.0
+        self.mean_norm = 0.0
 
     @property
     def exact(self) -> bool:
@@ -222,8 +218,8 @@ class ChunkStore:
         if not self._make_room(nbytes):
             self.counts.rejected += 1
             return False
-        self._mean_norm = self._mean_norm * 0.99 + norm * 0.01 if self._mean_norm else norm
-        importance = min(max(norm / self._mean_norm, 0.5), 2.0) if self._mean_norm else 1.0
+        self.mean_norm = self.mean_norm * 0.99 + norm * 0.01 if self.mean_norm else norm
+        importance = min(max(norm / self.mean_norm, 0.5), 2.0) if self.mean_norm else 1.0
         self._held[key] = _Held(
             space=space, chunk=chunk, packed=packed, nbytes=nbytes, importance=importance,
             used=self._tick,
@@ -277,163 +273,3 @@ class ChunkStore:
             f"{stats.max_bytes / 2**20:.0f} MiB, codec={self.codec!r}, chunker={self.chunker!r}, "
             f"tiers={['memory', *(type(tier).__name__ for tier in self.tiers)]})"
         )
-
-
-@dataclass(slots=True, eq=False)
-class ChunkSpace:
-    """One model's chunks in one store's namespace; made by :meth:`ChunkStore.space`."""
-
-    store: ChunkStore
-    name: str
-    salt: bytes
-    index: ChunkIndex = field(init=False)
-    _refreshed: float = -REFRESH_SECONDS
-
-    def __post_init__(self) -> None:
-        self.index = ChunkIndex(self.salt)
-
-    def match(self, ids: Ids, position: int = 0) -> Match:
-        """What of a prompt is known, see :meth:`ChunkIndex.match`."""
-        self.refresh()
-        with self.store.lock:
-            return self.index.match(ids, position)
-
-    def load(self, chunk: Chunk) -> KV | None:
-        """A chunk's keys and values ``[layers, kv_heads, tokens, head_dim]``, not to be changed;
-        None (and the chunk is forgotten) if no tier has it any more."""
-        key, store = (self.name, chunk.chain), self.store
-        with store.lock:
-            store.begin()
-            entry = store.held(key)
-            packed = entry.packed if entry else None
-            store.touch(key)
-        packed = packed or self._fetch(chunk)
-        with store.lock:
-            if packed is not None:
-                store.counts.loads += 1
-                return unpack(*packed)
-            store.counts.misses += 1
-            self.index.remove(chunk.chain)
-        return None
-
-    def put(self, chunks: Iterable[tuple[Chunk, Callable[[], KV]]]) -> int:
-        """Adds chunks of one text in order, each with a function that gives its keys and values
-        (called only if they are new); how many tokens were new."""
-        store, new = self.store, 0
-        with store.lock:
-            store.begin()
-        for chunk, states in chunks:
-            key = (self.name, chunk.chain)
-            with store.lock:
-                if store.held(key):
-                    store.touch(key)
-                    continue
-                known = chunk.chain in self.index.chunks
-            keys, values = states()
-            packed = pack((self._placed(keys), self._placed(values)), store.codec)
-            norm = _norm_per_token(keys, values)
-            new += chunk.tokens
-            if store.tiers and not known:
-                data = to_bytes(chunk, packed)
-                for tier in store.tiers:
-                    write = partial(tier.write, self.name, chunk.chain.hex(), data)
-                    store.attempt(write, None)
-            with store.lock:
-                if store.admit(self, chunk, packed, norm) or store.tiers:
-                    self.index.add(chunk)
-                    store.counts.stored += 1
-        return new
-
-    def pin(self, chunks: Iterable[Chunk], pinned: bool = True) -> None:
-        """Keeps ``chunks`` from eviction, or no longer."""
-        with self.store.lock:
-            self.store.pin([(self.name, chunk.chain) for chunk in chunks], pinned)
-
-    def evicted(self, chunk: Chunk) -> None:
-        """A chunk left memory: it is known as long as another tier may have it."""
-        if not self.store.tiers:
-            self.index.remove(chunk.chain)
-
-    def refresh(self) -> None:
-        """Learns what other processes wrote, at most once in ``REFRESH_SECONDS``."""
-        store = self.store
-        with store.lock:
-            if not store.tiers or time.monotonic() - self._refreshed < REFRESH_SECONDS:
-                return
-            self._refreshed = time.monotonic()
-        for tier in store.tiers:
-            for name in self.names(tier):
-                chain = _chain_of(name)
-                with store.lock:
-                    new = chain is not None and chain not in self.index.chunks
-                if new:
-                    self.read(tier, name, only_head=True)
-
-    def names(self, tier: Tier) -> set[str]:
-        """What a tier has of this space; nothing if it fails."""
-        nothing: set[str] = set()
-        return self.store.attempt(partial(tier.names, self.name), nothing)
-
-    def read(self, tier: Tier, name: str, only_head: bool = False) -> Packed | None:
-        """A file's tensors; a damaged one is removed. With ``only_head`` it is only made known."""
-        store = self.store
-        try:
-            chain = _chain_of(name)
-            if chain is None:
-                raise CorruptDataError("a file under a name that is no chunk's")
-            packed = None
-            if only_head:
-                chunk = self._read_head(tier, name, chain)
-            else:
-                data = store.attempt(lambda: tier.read(self.name, name), None)
-                if data is None:
-                    return None
-                chunk, packed = from_bytes(self.salt, chain, data)
-        except CorruptDataError as error:
-            LOG.warning("A damaged chunk was removed: %s", error)
-            with store.lock:
-                store.counts.damaged += 1
-            store.attempt(lambda: tier.remove(self.name, name), None)
-            return None
-        except UnsupportedLayoutError as error:  # another release's: left alone
-            LOG.warning("A chunk was passed over: %s", error)
-            return None
-        if chunk is not None:
-            with store.lock:
-                self.index.add(chunk)
-        return packed
-
-    def _read_head(self, tier: Tier, name: str, chain: bytes) -> Chunk | None:
-        head = self.store.attempt(lambda: tier.head(self.name, name, HEAD_BYTES), None)
-        if head is not None and HEAD_BYTES <= len(head) < head_bytes(head) < 2**30:
-            wanted = head_bytes(head)
-            head = self.store.attempt(lambda: tier.head(self.name, name, wanted), None)
-        return None if head is None else read_chunk(self.salt, chain, head)
-
-    def _fetch(self, chunk: Chunk) -> Packed | None:
-        """A chunk from disk or remote, taken into memory again."""
-        for tier in self.store.tiers:
-            packed = self.read(tier, chunk.chain.hex())
-            if packed is not None:
-                with self.store.lock:
-                    norm = self.store._mean_norm or 1.0
-                    self.store.admit(self, chunk, packed, norm)
-                return packed
-        return None
-
-    def _placed(self, states: torch.Tensor) -> torch.Tensor:
-        return states if self.store.device is None else states.to(self.store.device)
-
-
-def _chain_of(name: str) -> bytes | None:
-    try:
-        chain = bytes.fromhex(name)
-    except ValueError:
-        return None
-    return chain if len(chain) == 32 else None
-
-
-def _norm_per_token(keys: torch.Tensor, values: torch.Tensor) -> float:
-    """Mean l2 norm of a token's keys and values: the same scale for every length."""
-    norms = [torch.linalg.vector_norm(states, dtype=torch.float32) for states in (keys, values)]
-    return float(torch.stack(norms).norm()) / math.sqrt(max(keys.shape[2], 1))
