@@ -47,13 +47,11 @@ class Chunk:
         return len(self.ids)
 
     @property
-    def probe(self) -> int | None:
-        """The rolling hash of its first tokens; None where it is too short to be found by."""
-        return int(probe_hashes(self.ids[:PROBE_TOKENS])[0]) if self.findable else None
-
-    @property
-    def findable(self) -> bool:
-        return len(self.ids) >= PROBE_TOKENS
+    def probes(self) -> list[int]:
+        """The rolling hashes at every ``PROBE_TOKENS``-th of its offsets: any text that shares
+        twice as many tokens with it shares one of them. None where it is shorter."""
+        hashes: list[int] = probe_hashes(self.ids)[::PROBE_TOKENS].tolist()
+        return hashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 
-PROBE_TOKENS = 16  # tokens whose rolling hash proposes a chunk; shorter chunks are prefix-only
+PROBE_TOKENS = 16  # tokens whose rolling hash proposes a place in a chunk
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers never vanish modulo 2**64
 
 

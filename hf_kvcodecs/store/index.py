@@ -1,16 +1,23 @@
-"""Chunks of one model and namespace by name, by parent and by their first tokens."""
+"""Chunks of one model and namespace by name, by parent and by what they contain."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import takewhile
 
-import numpy as np
-
 from .chunk import Chunk, Match, Piece, Span
-from .hashing import Ids, chain_key, common_prefix, common_suffix, probe_hashes, root_key
+from .hashing import (
+    PROBE_TOKENS,
+    Ids,
+    chain_key,
+    common_prefix,
+    common_suffix,
+    probe_hashes,
+    root_key,
+)
 
 MIN_MOVED_TOKENS = 64  # shorter finds cost as much to repair as to compute
+MAX_CANDIDATES = 16  # places in chunks, the newest, that are compared for one hash
 
 
 class ChunkIndex:
@@ -20,7 +27,7 @@ class ChunkIndex:
         self.salt = salt
         self.chunks: dict[bytes, Chunk] = {}
         self._children: dict[bytes, list[Chunk]] = {}
-        self._probes: dict[int, list[Chunk]] = {}
+        self._probes: dict[int, list[tuple[Chunk, int]]] = {}  # hash -> chunk, offset in it
         self._contents: dict[bytes, int] = {}
 
     def add(self, chunk: Chunk) -> None:
@@ -29,8 +36,8 @@ class ChunkIndex:
             return
         self.chunks[chunk.chain] = chunk
         self._children.setdefault(chunk.parent, []).append(chunk)
-        if (probe := chunk.probe) is not None:
-            self._probes.setdefault(probe, []).append(chunk)
+        for turn, probe in enumerate(chunk.probes):
+            self._probes.setdefault(probe, []).append((chunk, turn * PROBE_TOKENS))
         self._contents[chunk.content] = self.copies(chunk) + 1
 
     def remove(self, chain: bytes) -> None:
@@ -39,8 +46,8 @@ class ChunkIndex:
         if chunk is None:
             return
         _discard(self._children, chunk.parent, chunk)
-        if (probe := chunk.probe) is not None:
-            _discard(self._probes, probe, chunk)
+        for turn, probe in enumerate(chunk.probes):
+            _discard(self._probes, probe, (chunk, turn * PROBE_TOKENS))
         self._contents[chunk.content] -= 1
         if not self._contents[chunk.content]:
             del self._contents[chunk.content]
@@ -78,31 +85,61 @@ class ChunkIndex:
             parent, at = piece_key(self.salt, piece), piece.end
 
     def _moved(self, ids: Ids, at: int) -> Iterator[Span]:
-        floor = at
-        probes = probe_hashes(ids)
-        if not self._probes or at >= len(probes):
-            return
-        known = np.fromiter(self._probes, np.uint64, len(self._probes))
-        for place in np.flatnonzero(np.isin(probes[at:], known)) + at:
-            if place < floor:
+        """Spans of at least ``MIN_MOVED_TOKENS`` from ``at`` on, whatever offset they begin at,
+        here and in their chunks."""
+        probes = probe_hashes(ids).tolist()
+        floor = place = at
+        tried: set[tuple[bytes, int]] = set()  # chunks by where they would begin here
+        while place < len(probes):
+            if probes[place] not in self._probes:
+                place += 1
                 continue
-            runs = (self._run(chunk, ids, int(place)) for chunk in self._probes[int(probes[place])])
-            run = max(runs, key=lambda pieces: pieces[-1].end if pieces else -1)
-            if not run:
-                continue
-            run = self._before(run[0], ids, floor) + run
-            span = Span(pieces=tuple(run))
-            if span.tokens >= MIN_MOVED_TOKENS:
-                floor = span.end
+            # Of two that begin here, the longer one may share its first hash a little later.
+            stop = min(place + 2 * PROBE_TOKENS, len(probes))
+            run = self._longest(probes[place:stop], ids, place, floor, tried)
+            span = Span(pieces=tuple(run)) if run else None
+            if span is not None and span.tokens >= MIN_MOVED_TOKENS:
+                floor = place = span.end
+                tried.clear()
                 yield span
+            else:
+                place = stop
 
-    def _run(self, chunk: Chunk, ids: Ids, at: int) -> list[Piece]:
-        """``chunk`` at offset ``at`` and what follows it both there and here."""
-        stop = common_prefix(chunk.ids, ids[at:])
-        if not stop:
+    def _longest(
+        self, probes: list[int], ids: Ids, at: int, floor: int, tried: set[tuple[bytes, int]]
+    ) -> list[Piece]:
+        """The longest run through any of the places that ``probes``, from ``at`` on, propose."""
+        best: list[Piece] = []
+        for place, probe in enumerate(probes, at):
+            for chunk, offset in self._probes.get(probe, ())[-MAX_CANDIDATES:]:
+                if (chunk.chain, place - offset) in tried:
+                    continue
+                tried.add((chunk.chain, place - offset))
+                run = self._run(chunk, offset, ids, place, floor)
+                if run and (not best or _tokens(run) > _tokens(best)):
+                    best = run
+        return best
+
+    def _run(self, chunk: Chunk, offset: int, ids: Ids, at: int, floor: int) -> list[Piece]:
+        """What stands around ``offset`` of ``chunk`` and around ``at`` of ``ids`` (not before
+        ``floor``) alike, in the chunks before and behind it too."""
+        stop = offset + common_prefix(chunk.ids[offset:], ids[at:])
+        if stop == offset:
             return []
-        first = Piece(chunk=chunk, start=0, stop=stop, at=at)
-        return [first, *self._follow(piece_key(self.salt, first), ids, first.end)]
+        run: list[Piece] = []
+        head: Chunk | None = chunk
+        end = stop
+        while head is not None:
+            shared = common_suffix(head.ids[:offset], ids[floor:at])
+            start, at = offset - shared, at - shared
+            if start < end:
+                run.insert(0, Piece(chunk=head, start=start, stop=end, at=at))
+            if start or at == floor:
+                break
+            head = self.chunks.get(head.parent)
+            offset = end = head.tokens if head else 0
+        last = run[-1]
+        return [*run, *self._follow(piece_key(self.salt, last), ids, last.end)]
 
     def _child(self, parent: bytes, ids: Ids, at: int) -> Piece | None:
         """The chunk behind ``parent`` that shares most tokens with ``ids`` from ``at`` on."""
@@ -113,33 +150,20 @@ class ChunkIndex:
                 best = Piece(chunk=chunk, start=0, stop=stop, at=at)
         return best
 
-    def _before(self, piece: Piece, ids: Ids, floor: int) -> list[Piece]:
-        """What of the chunk before ``piece`` stands before it in the prompt too."""
-        parent = self.chunks.get(piece.chunk.parent)
-        if parent is None:
-            return []
-        shared = common_suffix(parent.ids, ids[floor : piece.at])
-        if not shared:
-            return []
-        return [
-            Piece(
-                chunk=parent,
-                start=parent.tokens - shared,
-                stop=parent.tokens,
-                at=piece.at - shared,
-            )
-        ]
-
 
 def piece_key(salt: bytes, piece: Piece) -> bytes:
-    """The name of everything up to the end of a piece that begins where its chunk does."""
+    """The name of everything up to the end of a piece."""
     if piece.stop == piece.chunk.tokens:
         return piece.chunk.chain
     return chain_key(salt, piece.chunk.parent, piece.chunk.ids[: piece.stop])
 
 
-def _discard(table: dict, key: object, chunk: Chunk) -> None:  # type: ignore[type-arg]
-    chunks = table[key]
-    chunks.remove(chunk)
-    if not chunks:
+def _tokens(run: list[Piece]) -> int:
+    return run[-1].end - run[0].at
+
+
+def _discard(table: dict, key: object, entry: object) -> None:  # type: ignore[type-arg]
+    entries = table[key]
+    entries.remove(entry)
+    if not entries:
         del table[key]

@@ -70,6 +70,29 @@ def test_text_is_found_at_every_offset(offset):
     check_pieces(match, prompt)
 
 
+@pytest.mark.parametrize("chunk", [40, 128, 1000])
+@pytest.mark.parametrize("tokens", [MIN_MOVED_TOKENS, 90, 333])
+@pytest.mark.parametrize("begin", [0, 1, 15, 17, 63, 299])
+def test_text_is_found_from_and_to_the_middle_of_chunks(begin, tokens, chunk):
+    """A shared text need not begin or end where a chunk does."""
+    stored = text(700, 1)
+    prompt = np.concatenate([text(23, 2), stored[begin : begin + tokens], text(30, 3)])
+    match = index_of(stored, chunk=chunk).match(prompt, 7)
+    assert [(span.at, span.tokens) for span in match.moved] == [(23, tokens)]
+    assert match.moved[0].pieces[0].position == begin
+    check_pieces(match, prompt)
+
+
+def test_a_short_find_does_not_hide_a_long_one_that_begins_a_little_later():
+    shared = text(80, 1)
+    first = np.concatenate([text(16, 8), shared])  # found at its first token
+    second = np.concatenate([text(5, 7), first[11:], text(200, 2)])  # found five tokens later
+    prompt = np.concatenate([text(30, 3), first[:90], second[84:]])
+    match = index_of(first, second, chunk=500).match(prompt, 0)
+    assert match.moved[0].tokens > 200
+    check_pieces(match, prompt)
+
+
 def test_gaps_do_not_stop_later_text_and_parts_are_found():
     first, second = text(200, 1), text(200, 2)
     prompt = np.concatenate([text(9, 3), first[25:170], text(11, 4), second[100:], text(5, 5)])
