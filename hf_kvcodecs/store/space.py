@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -164,8 +163,7 @@ class ChunkSpace:
             packed = self.read(tier, chunk.chain.hex())
             if packed is not None:
                 with self.store.lock:
-                    norm = self.store.mean_norm or 1.0
-                    self.store.admit(self, chunk, packed, norm)
+                    self.store.admit(self, chunk, packed, None)
                 return packed
         return None
 
@@ -181,7 +179,9 @@ def _chain_of(name: str) -> bytes | None:
     return chain if len(chain) == 32 else None
 
 
-def _norm_per_token(keys: torch.Tensor, values: torch.Tensor) -> float:
-    """Mean l2 norm of a token's keys and values: the same scale for every length."""
+def _norm_per_token(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Mean l2 norm of a token's keys and values, float32 ``[]`` on their device: the same scale
+    for every length, and nobody waits for it here."""
     norms = [torch.linalg.vector_norm(states, dtype=torch.float32) for states in (keys, values)]
-    return float(torch.stack(norms).norm()) / math.sqrt(max(keys.shape[2], 1))
+    norm: torch.Tensor = torch.stack(norms).norm() / max(keys.shape[2], 1) ** 0.5
+    return norm

@@ -71,8 +71,9 @@ class _Held:
     chunk: Chunk
     packed: Packed
     nbytes: int
-    importance: float
     used: int
+    norm: torch.Tensor | None  # not looked at yet, on the device that computed it
+    importance: float = 1.0
     hits: int = 0
 
 
@@ -137,7 +138,7 @@ class ChunkStore:
         self._held: dict[tuple[str, bytes], _Held] = {}
         self._pinned: set[tuple[str, bytes]] = set()
         self._nbytes = self._tick = 0
-        self.mean_norm = 0.0
+        self._mean_norm = 0.0
 
     @property
     def exact(self) -> bool:
@@ -210,20 +211,22 @@ class ChunkStore:
         """A new operation: what is added or used from now on is the most recent."""
         self._tick += 1
 
-    def admit(self, space: ChunkSpace, chunk: Chunk, packed: Packed, norm: float) -> bool:
-        """Takes a chunk into memory, evicting others; False if it does not fit."""
+    def admit(
+        self, space: ChunkSpace, chunk: Chunk, packed: Packed, norm: torch.Tensor | None
+    ) -> bool:
+        """Takes a chunk into memory, evicting others; False if it does not fit.
+
+        ``norm`` of its keys and values decides how much it is worth; None if that is unknown.
+        """
         key = (space.name, chunk.chain)
         nbytes = packed_bytes(*packed) + chunk.ids.nbytes
         self.drop(key)
         if not self._make_room(nbytes):
             self.counts.rejected += 1
             return False
-        self.mean_norm = self.mean_norm * 0.99 + norm * 0.01 if self.mean_norm else norm
-        importance = min(max(norm / self.mean_norm, 0.5), 2.0) if self.mean_norm else 1.0
         self._held[key] = _Held(
-            space=space, chunk=chunk, packed=packed, nbytes=nbytes, importance=importance,
-            used=self._tick,
-        )  # fmt: skip
+            space=space, chunk=chunk, packed=packed, nbytes=nbytes, used=self._tick, norm=norm
+        )
         self._nbytes += nbytes
         return True
 
@@ -242,6 +245,7 @@ class ChunkStore:
         excess = self._nbytes + nbytes - self.max_bytes
         if excess <= 0:
             return True
+        self._weigh()
         # What this very operation added or used stays: a long prompt must not push out its own
         # beginning.
         others = [
@@ -260,6 +264,20 @@ class ChunkStore:
             if excess <= 0:
                 break
         return True
+
+    def _weigh(self) -> None:
+        """Turns the norms that came in since the last time into importances: one transfer."""
+        new = [entry for entry in self._held.values() if entry.norm is not None]
+        if not new:
+            return
+        norms = [entry.norm for entry in new if entry.norm is not None]
+        if len({norm.device for norm in norms}) > 1:
+            norms = [norm.cpu() for norm in norms]
+        for entry, norm in zip(new, torch.stack(norms).tolist(), strict=True):
+            self._mean_norm = self._mean_norm * 0.99 + norm * 0.01 if self._mean_norm else norm
+            if self._mean_norm:
+                entry.importance = min(max(norm / self._mean_norm, 0.5), 2.0)
+            entry.norm = None
 
     def _worth(self, entry: _Held) -> float:
         age = self._tick - entry.used

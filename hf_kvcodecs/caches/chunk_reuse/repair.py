@@ -39,8 +39,9 @@ def selected_rows(match: RowMatch, keys: torch.Tensor) -> Flags:
         chosen[span.at : min(span.at + HEAD_TOKENS, span.end)] = True
         chosen[max(span.end - TAIL_TOKENS, span.at) : span.end] = True
         if count := round(SINK_RATIO * span.tokens):
-            sampled = keys[:: max(len(keys) // SAMPLED_LAYERS, 1), :, span.at : span.end]
-            sizes = sampled.float().square().sum((0, 1, 3))
+            sizes = torch.zeros(span.tokens, device=keys.device)
+            for layer in keys[:: max(len(keys) // SAMPLED_LAYERS, 1), :, span.at : span.end]:
+                sizes += layer.float().square().sum((0, 2))
             smallest = sizes.topk(count, largest=False).indices
             chosen[span.at + smallest.cpu().numpy()] = True
     return chosen

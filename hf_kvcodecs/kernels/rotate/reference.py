@@ -42,6 +42,11 @@ def rotate(
         middle = start + cos.shape[-1]
         first, second = slice(start, middle), slice(middle, stop)
     x, y = keys[..., first].float(), keys[..., second].float()
-    out[..., first] = torch.addcmul(x * cos, y, sin, value=-1)
-    out[..., second] = torch.addcmul(y * cos, x, sin)
-    out[..., :start], out[..., stop:] = keys[..., :start], keys[..., stop:]
+    if out.dtype == torch.float32:  # nothing to round: no memory between
+        torch.mul(x, cos, out=out[..., first]).addcmul_(y, sin, value=-1)
+        torch.mul(y, cos, out=out[..., second]).addcmul_(x, sin)
+    else:
+        out[..., first] = torch.addcmul(x * cos, y, sin, value=-1)
+        out[..., second] = torch.addcmul(y * cos, x, sin)
+    if 2 * cos.shape[-1] < keys.shape[-1]:
+        out[..., :start], out[..., stop:] = keys[..., :start], keys[..., stop:]
