@@ -3,8 +3,10 @@
     python benchmarks/reuse.py                            # SmolLM2 on the CPU, about 15 minutes
     python benchmarks/reuse.py --tokens 1024 --count 4 --workloads moved
     python benchmarks/reuse.py --rho --rest               # repairs, codecs at rest
-    python benchmarks/reuse.py --device cuda --dtype bf16 --shape 8b --tokens 16384 65536
-    python benchmarks/reuse.py --device cuda --dtype bf16 --shape deep --tokens 16384
+    python benchmarks/reuse.py --device cuda --dtype bf16 --shape 8b --workloads moved \
+        --tokens 16384 32768 65536
+    python benchmarks/reuse.py --device cuda --dtype bf16 --shape deep --workloads moved \
+        --tokens 4096 16384
 
 Every time is from the call of ``generate`` to the first token: lookup, loading, moving, repair and
 storing what is new are in it. ``full`` is a fresh DynamicCache; ``prefix`` a deepcopy of a
@@ -13,8 +15,8 @@ distribution against full's. Where kvboost 0.9.0 is installed, it runs on the sa
 own defaults, timed alike.
 
 ``--shape 8b`` has Llama-3.1-8B's shape and random weights: its times mean something, its KL does
-not. ``--shape deep`` is SmolLM2 with layers that add nothing to the residual stream: real
-behaviour, more cost; YaRN carries it beyond 8K tokens.
+not; of ``--model`` only the tokenizer is read. ``--shape deep`` is SmolLM2 with layers that add
+nothing to the residual stream: real behaviour, more cost; YaRN carries it beyond 8K tokens.
 """
 
 from __future__ import annotations
@@ -56,51 +58,61 @@ REPAIRS: dict[str, dict[str, Any]] = {
 }
 EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-           "max_position_embeddings": 131072, "vocab_size": 49152}  # fmt: skip
+           "max_position_embeddings": 131072, "vocab_size": 49152,
+           "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
+                               "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                               "original_max_position_embeddings": 8192}}  # fmt: skip
+ASIDE = 200  # tokens of a prompt beside its documents, at most
 
 
 def load(args: Namespace) -> Any:
     """The model that the command line asks for."""
+    dtype = DTYPES[args.dtype]
     if args.shape == "8b":
+        torch.set_default_dtype(dtype)
         with torch.device(args.device):
-            torch.set_default_dtype(DTYPES[args.dtype])
             model = LlamaForCausalLM(LlamaConfig(**EIGHT_B))
-            torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(torch.float32)
         return model.eval()
-    model = AutoModelForCausalLM.from_pretrained(model_path(args), dtype=DTYPES[args.dtype])
+    model = AutoModelForCausalLM.from_pretrained(model_path(args), dtype=dtype).to(args.device)
     if args.shape == "deep":
         deepen(model, args.layers)
-    if (longest := 2 * max(args.tokens)) > model.config.max_position_embeddings:
-        model = stretched(model, longest)
-    return model.to(args.device).eval()
+    if (longest := max(args.tokens) + ASIDE) > model.config.max_position_embeddings:
+        stretch(model, longest)
+    return model.eval()
 
 
 def deepen(model: Any, layers: int) -> None:
-    """Adds layers that cost what others cost and add nothing to the residual stream."""
-    stack = model.model.layers
-    for idx in range(len(stack), layers):
-        layer = copy.deepcopy(stack[idx % 30])
-        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    """Puts layers behind each layer that cost what it costs and add nothing to the residual
+    stream, ``layers`` in all."""
+    stack = list(model.model.layers)
+    copies = layers // len(stack)
+    deep = torch.nn.ModuleList()
+    for layer in stack:
+        deep.append(layer)
+        for _ in range(copies - 1):
+            idle = copy.deepcopy(layer)
+            torch.nn.init.zeros_(idle.self_attn.o_proj.weight)
+            torch.nn.init.zeros_(idle.mlp.down_proj.weight)
+            deep.append(idle)
+    for idx, layer in enumerate(deep):
         layer.self_attn.layer_idx = idx
-        stack.append(layer)
-    model.config.num_hidden_layers = layers
+    model.model.layers = deep
+    model.config.num_hidden_layers = len(deep)
 
 
-def stretched(model: Any, tokens: int) -> Any:
-    """The same weights with YaRN, for prompts beyond the trained context."""
-    config = copy.deepcopy(model.config)
-    factor = float(-(-tokens // config.max_position_embeddings))
+def stretch(model: Any, tokens: int) -> None:
+    """YaRN for prompts beyond the trained context; the weights stay."""
+    config = model.config
     config.rope_parameters = {
         **config.rope_parameters,
         "rope_type": "yarn",
-        "factor": factor,
+        "factor": float(-(-tokens // config.max_position_embeddings)),
         "original_max_position_embeddings": config.max_position_embeddings,
     }
     config.max_position_embeddings = tokens
-    other = type(model)(config).to(model.dtype)
-    other.load_state_dict(model.state_dict())
-    return other
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config).to(rotary.inv_freq.device)
 
 
 class Timer:
@@ -149,7 +161,7 @@ def run_case(
 ) -> dict[str, Any]:
     """Every contender on one prompt; times in seconds, KL and agreement against full."""
     model, ids = timer.model, timer.ids(case.prompt)
-    full_seconds, expected, _ = timer.first_token(ids, DynamicCache)
+    full_seconds, expected = timer.first_token(ids, DynamicCache)[:2]
     row: dict[str, Any] = {"tokens": ids.shape[1], "full": full_seconds, "expected": expected}
     store = ChunkStore(max_bytes="64GiB", codec=settings.get("codec"))
     options = {k: v for k, v in settings.items() if k != "codec"}
@@ -159,6 +171,7 @@ def run_case(
         ids, lambda: ChunkReuseCache(model, store, **options)
     )
     row |= {"ours": seconds, "report": cache.report(), "kl": divergence(expected, logits)}
+    del cache
     row |= {"agree": int(logits.argmax()) == int(expected.argmax()), "store": store.stats().bytes}
     if case.workload == "warm prefix":
         held = DynamicCache()
@@ -269,7 +282,7 @@ def measure(args: Namespace, timer: Timer, peers: list[Peer]) -> Iterator[dict[s
         variants |= {f", {codec} at rest": {"codec": codec} for codec in ("gaac", "int8", "int4")}
     for workload in args.workloads:
         for tokens in args.tokens:
-            count = max(2, round(args.count * min(1.0, 2048 / tokens)))
+            count = max(3, round(args.count * min(1.0, 2048 / tokens)))
             if workload == "chat":
                 rows = list(chat_rows(timer, passages, tokens))
                 yield report_line(args, f"chat, {tokens} tokens", rows)

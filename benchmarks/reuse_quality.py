@@ -1,8 +1,9 @@
 """Does reuse change answers? Bug localisation and planted look-ups, against full recomputation.
 
-    python benchmarks/reuse_quality.py                        # 40 and 8 items on the CPU, minutes
-    python benchmarks/reuse_quality.py --bugs 1000 --lookups 200 --device cuda --dtype bf16
-    python benchmarks/reuse_quality.py --ratios 0 0.05 0.15 0.3 1
+    python benchmarks/reuse_quality.py                        # 1,000 and 200 items: hours on a CPU
+    python benchmarks/reuse_quality.py --seconds 1500         # what fits; the lines say how many
+    python benchmarks/reuse_quality.py --device cuda --dtype bf16 --seconds 180
+    python benchmarks/reuse_quality.py --bugs 100 --lookups 20 --ratios 0 0.05 0.15 0.3 1
 
 Bug localisation: a standard-library module is the shared context; one function of it gets one
 mutation (comparison flipped, + and - swapped, and/or swapped, an integer plus one, a return value
@@ -21,10 +22,11 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import json
 import math
 import random
 import statistics
+import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +38,7 @@ from common import (
     load_tokenizer,
     model_path,
     print_environment,
+    print_table,
     write_results,
 )
 from reuse import Timer, divergence
@@ -270,8 +273,9 @@ def summary(kind: str, variant: str, rows: list[dict[str, Any]]) -> dict[str, An
 def main() -> None:
     """Runs both sets and writes one JSON line for each kind of item and repair."""
     parser = argument_parser(__doc__, "reuse_quality")
-    parser.add_argument("--bugs", type=int, default=40)
-    parser.add_argument("--lookups", type=int, default=8)
+    parser.add_argument("--bugs", type=int, default=1000)
+    parser.add_argument("--lookups", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--bug-tokens", type=int, default=1000)
     parser.add_argument("--lookup-tokens", type=int, default=3000)
     parser.add_argument("--ratios", type=float, nargs="*", default=[], help="of cacheblend")
@@ -287,23 +291,45 @@ def main() -> None:
     for ratio in args.ratios:
         options = {"repair": "cacheblend", "recompute_ratio": ratio}
         variants[f"cacheblend {ratio:g}"] = options if ratio else {"repair": "none"}
-    items = [
-        *bug_items(timer.tokenizer, args.bugs, args.bug_tokens),
-        *lookup_items(timer.tokenizer, args.lookups, args.lookup_tokens),
-    ]
+    bugs = list(bug_items(timer.tokenizer, args.bugs, args.bug_tokens))
+    lookups = list(lookup_items(timer.tokenizer, args.lookups, args.lookup_tokens))
     rows: dict[str, list[dict[str, Any]]] = {}
-    for number, item in enumerate(items):
+    run_item(timer, bugs[0], variants)  # warm-up
+    began = time.perf_counter()
+    for number, item in enumerate(mixed(bugs, lookups), 1):
         rows.setdefault(item.kind, []).append(run_item(timer, item, variants))
-        if number % 20 == 19:
-            print(f"{number + 1} of {len(items)} items", flush=True)
-    lines = [
-        {**summary(kind, variant, held), "dtype": args.dtype, "device": args.device}
-        for kind, held in rows.items()
-        for variant in variants
-    ]
-    for line in lines:
-        print(json.dumps(line))
+        late = time.perf_counter() - began > args.seconds
+        if number % 50 == 0 or late:  # again and again, so that a run cut short is not lost
+            print(f"{number} of {len(bugs) + len(lookups)} items", flush=True)
+            write_results(args.out, env, lines_of(rows, variants, args))
+        if late:
+            break
+    lines = lines_of(rows, variants, args)
     write_results(args.out, env, lines)
+    shown = ("case", "repair", "items", "accuracy_full", "accuracy", "difference", "difference_95",
+             "same_choice", "same_first_token", "mean_kl", "mean_speedup")  # fmt: skip
+    for line in lines:
+        line["difference_95"] = " to ".join(f"{x:+.4f}" for x in line["difference_95"])
+    print_table("Answers", lines, {name: name.replace("_", " ") for name in shown})
+
+
+def mixed(first: list[Item], second: list[Item]) -> list[Item]:
+    """Both lists, evenly interleaved: wherever a run stops, it has its share of both."""
+    places = [(i / len(part), item) for part in (first, second) for i, item in enumerate(part)]
+    return [item for _, item in sorted(places, key=lambda place: place[0])]
+
+
+def lines_of(
+    rows: dict[str, list[dict[str, Any]]], variants: dict[str, Any], args: Namespace
+) -> list[dict[str, Any]]:
+    """Result lines: for each kind of item, and for both kinds of bug together."""
+    bugs = [row for kind, held in rows.items() if kind.startswith("bug") for row in held]
+    return [
+        {**summary(kind, variant, held), "dtype": args.dtype, "device": args.device}
+        for kind, held in {"bug localisation": bugs, **rows}.items()
+        for variant in variants
+        if held
+    ]
 
 
 if __name__ == "__main__":

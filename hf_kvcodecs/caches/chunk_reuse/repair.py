@@ -17,7 +17,8 @@ from .rows import RowPlan, layout
 
 HEAD_TOKENS = 16  # the first rows of moved text depend most on what now stands before them
 TAIL_TOKENS = 8  # the last ones are what the text behind attends to most
-SINK_RATIO = 0.02  # of the rows, those with the smallest keys
+SINK_RATIO = 0.01  # of the rows, those with the smallest keys: twice as many help no further
+MIN_SINKS = 5  # of a span, however short
 SAMPLED_LAYERS = 8  # layers whose keys tell which those are
 PROBED_LAYER = 1  # the lowest whose values know the context: those of layer 0 know the token alone
 REPAIRS = ("cacheblend", "selective", "none", "exact")
@@ -38,7 +39,7 @@ def selected_rows(match: RowMatch, keys: torch.Tensor) -> Flags:
     for span in match.moved:
         chosen[span.at : min(span.at + HEAD_TOKENS, span.end)] = True
         chosen[max(span.end - TAIL_TOKENS, span.at) : span.end] = True
-        if count := round(SINK_RATIO * span.tokens):
+        if count := min(max(round(SINK_RATIO * span.tokens), MIN_SINKS), span.tokens):
             sizes = torch.zeros(span.tokens, device=keys.device)
             for layer in keys[:: max(len(keys) // SAMPLED_LAYERS, 1), :, span.at : span.end]:
                 sizes += layer.float().square().sum((0, 2))
