@@ -274,7 +274,7 @@ def chat_rows(timer: Timer, passages: Passages, tokens: int) -> Iterator[dict[st
 
 def measure(args: Namespace, timer: Timer, peers: list[Peer]) -> Iterator[dict[str, Any]]:
     """All lines that the command line asks for, as they are measured."""
-    passages = Passages(timer.tokenizer)
+    passages, cold = Passages(timer.tokenizer), True
     variants: dict[str, dict[str, Any]] = {"": DEFAULT}
     if args.rho:
         variants = {f", {name}": options for name, options in REPAIRS.items()}
@@ -288,7 +288,9 @@ def measure(args: Namespace, timer: Timer, peers: list[Peer]) -> Iterator[dict[s
                 yield report_line(args, f"chat, {tokens} tokens", rows)
                 continue
             cases = list(WORKLOADS[workload](passages, tokens, count))
-            run_case(timer, cases[0], DEFAULT, peers)  # warm-up
+            if cold or args.device == "cuda":  # warm-up; a GPU's kernels depend on the shape
+                run_case(timer, cases[0], DEFAULT, peers)
+                cold = False
             for name, options in variants.items():
                 rows = [run_case(timer, case, options, peers) for case in cases]
                 title = f"{cases[0].workload}, {tokens} tokens{name}"
