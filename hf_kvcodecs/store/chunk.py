@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .hashing import PROBE_TOKENS, Ids, chain_key, content_key, probe_hashes
@@ -45,6 +46,13 @@ class Chunk:
     @property
     def tokens(self) -> int:
         return len(self.ids)
+
+    def same_text(self, other: Chunk) -> bool:
+        """Whether both are the same tokens at the same place: equal names are not believed."""
+        return other is self or (
+            (self.parent, self.position) == (other.parent, other.position)
+            and np.array_equal(self.ids, other.ids)
+        )
 
     @property
     def probes(self) -> list[int]:

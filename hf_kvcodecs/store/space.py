@@ -52,7 +52,7 @@ class ChunkSpace:
         with store.lock:
             store.begin()
             entry = store.held(key)
-            packed = entry.packed if entry else None
+            packed = entry.packed if entry and entry.chunk.same_text(chunk) else None
             store.touch(key)
         packed = packed or self._fetch(chunk)
         with store.lock:
@@ -96,6 +96,11 @@ class ChunkSpace:
         with self.store.lock:
             self.store.pin([(self.name, chunk.chain) for chunk in chunks], pinned)
 
+    def pin_text(self, ids: Ids, position: int, pinned: bool) -> None:
+        """Pins what is known of a text from its first token on."""
+        prefix = self.match(ids, position).prefix
+        self.pin([piece.chunk for piece in prefix.pieces] if prefix else [], pinned)
+
     def evicted(self, chunk: Chunk) -> None:
         """A chunk left memory: it is known as long as another tier may have it."""
         if not self.store.tiers:
@@ -121,8 +126,11 @@ class ChunkSpace:
         nothing: set[str] = set()
         return self.store.attempt(partial(tier.names, self.name), nothing)
 
-    def read(self, tier: Tier, name: str, only_head: bool = False) -> Packed | None:
-        """A file's tensors; a damaged one is removed. With ``only_head`` it is only made known."""
+    def read(
+        self, tier: Tier, name: str, only_head: bool = False, wanted: Chunk | None = None
+    ) -> Packed | None:
+        """A file's tensors; a damaged one is removed. With ``only_head`` it is only made known;
+        one that does not hold the text ``wanted`` is none."""
         store = self.store
         try:
             chain = _chain_of(name)
@@ -148,6 +156,8 @@ class ChunkSpace:
         if chunk is not None:
             with store.lock:
                 self.index.add(chunk)
+            if wanted is not None and not chunk.same_text(wanted):
+                return None
         return packed
 
     def _read_head(self, tier: Tier, name: str, chain: bytes) -> Chunk | None:
@@ -160,7 +170,7 @@ class ChunkSpace:
     def _fetch(self, chunk: Chunk) -> Packed | None:
         """A chunk from disk or remote, taken into memory again."""
         for tier in self.store.tiers:
-            packed = self.read(tier, chunk.chain.hex())
+            packed = self.read(tier, chunk.chain.hex(), wanted=chunk)
             if packed is not None:
                 with self.store.lock:
                     self.store.admit(self, chunk, packed, None)

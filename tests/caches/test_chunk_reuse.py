@@ -6,13 +6,15 @@ import copy
 import gc
 import threading
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
 from hf_kvcodecs import CacheMisuseError, ChunkReuseCache, ChunkStore
 from hf_kvcodecs.caches.compat import CACHE_ARGUMENT
-from hf_kvcodecs.store import FixedChunker
+from hf_kvcodecs.store import FixedChunker, hashing
+from hf_kvcodecs.store.hashing import PROBE_TOKENS
 
 from ..harness import assert_same_bits, dtype_id, forward, generate, prompt, tiny_llama
 
@@ -334,10 +336,11 @@ def test_inference_mode_and_back(tiny_models):
     ({}, "logits of every token"),
     ({"logits_to_keep": 1, "output_hidden_states": True}, "outputs of every token"),
     ({"logits_to_keep": 1, "token_type_ids": torch.ones(1, 231, dtype=torch.long)}, "token_type"),
+    ({"logits_to_keep": 1, "pixel_values": torch.ones(1, 3, 8, 8)}, "pixel_values"),
     ({"logits_to_keep": 1, "position_ids": torch.arange(231)[None] * 2}, "count up by one"),
     ({"logits_to_keep": 1, "attention_mask": torch.ones(1, 231).index_fill(
         1, torch.tensor([5]), 0)}, "hides more than padding"),
-], ids=["all logits", "hidden states", "token types", "positions", "mask"])  # fmt: skip
+], ids=["all logits", "hidden states", "token types", "images", "positions", "mask"])  # fmt: skip
 def test_what_switches_reuse_off(tiny_models, monkeypatch, options, reason):
     """The model runs as with a DynamicCache, and says why, once."""
     said = []
@@ -539,6 +542,67 @@ def test_documents_stored_ahead_of_any_prompt(tiny_models):
     assert exact.report().exact_tokens == 201
     with pytest.raises(ValueError, match="one document"):
         cache.warm(DOCUMENT.expand(2, -1))
+
+
+def test_pinned_documents_stay(tiny_models):
+    """A document pinned in a store that has room for little more."""
+    model = tiny_models[torch.float32]
+    room = seen(model, text(1, DOCUMENT)).stats().bytes
+    for pin in (True, False):
+        store = ChunkStore(max_bytes=round(1.6 * room))
+        ChunkReuseCache(model, store).warm(DOCUMENT, pin=pin)
+        for seed in range(12):
+            last_logits(model, prompt(100, seed=seed), ChunkReuseCache(model, store))
+            assert store.stats().bytes <= store.max_bytes
+        cache = ChunkReuseCache(model, store)
+        last_logits(model, text(33, DOCUMENT, 12), cache)
+        assert cache.report().moved_tokens == (200 if pin else 0)
+
+
+def test_distinct_prompts_keep_being_admitted_to_a_small_store(tiny_models):
+    """Twelve prompts through a store of four: each is found when it comes again at once."""
+    model = tiny_models[torch.float32]
+    first = prompt(100, seed=0)
+    store = ChunkStore(max_bytes=round(4.2 * seen(model, first).stats().bytes))
+    for seed in range(12):
+        ids = prompt(100, seed=seed)
+        for exact in (0, 99):
+            cache = ChunkReuseCache(model, store)
+            expected = last_logits(model, ids, DynamicCache())
+            assert torch.allclose(last_logits(model, ids, cache), expected, atol=1e-4)
+            assert cache.report().exact_tokens == exact
+            assert store.stats().bytes <= store.max_bytes
+    assert store.stats().evicted > 0
+
+
+@pytest.mark.parametrize("names", [1, 4])
+def test_equal_names_of_different_texts_give_no_wrong_token(tiny_models, monkeypatch, names):
+    """Chunks share all or a quarter of their names, every candidate place collides."""
+    monkeypatch.setattr(
+        hashing, "_keyed", lambda salt, purpose, data: bytes([sum(data) % names]) * 32
+    )
+    collide = lambda ids: np.zeros(max(len(ids) - PROBE_TOKENS + 1, 0), np.uint64)  # noqa: E731
+    monkeypatch.setattr("hf_kvcodecs.store.index.probe_hashes", collide)
+    monkeypatch.setattr("hf_kvcodecs.store.chunk.probe_hashes", collide)
+    model = tiny_models[torch.float32]
+    store = ChunkStore(chunker=FixedChunker(tokens=32, window=0))
+    for _ in range(2):
+        for seed in range(6):
+            ids = prompt(90 + seed, seed=seed)
+            cache = ChunkReuseCache(model, store, repair="exact")
+            assert torch.equal(generate(model, ids, cache), generate(model, ids, DynamicCache()))
+    moved = ChunkReuseCache(model, store, repair="cacheblend", recompute_ratio=1.0)
+    ids = text(7, prompt(90, seed=0), 12)
+    assert torch.equal(last_logits(model, ids, moved), last_logits(model, ids, DynamicCache()))
+
+
+@pytest.mark.parametrize("chunker", ["document", FixedChunker(tokens=48), "paragraph"], ids=str)
+def test_a_part_of_a_document_is_found_with_any_chunker(tiny_models, chunker):
+    model = tiny_models[torch.float32]
+    store = seen(model, text(10, DOCUMENT, 9), chunker=chunker)
+    cache, ids = ChunkReuseCache(model, store), text(33, DOCUMENT[:, 37:161], 12)
+    last_logits(model, ids, cache)
+    assert cache.report().moved_tokens == 124
 
 
 def test_documents_longer_than_the_context_are_stored_in_windows():

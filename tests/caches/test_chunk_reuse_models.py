@@ -66,6 +66,11 @@ SUPPORTED = {
     "smollm3 without rope in a layer": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "olmo2": ("olmo2", {}),
     "gpt_neox": ("gpt_neox", {}),
+    "qwen3 moe": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "granite": ("granite", {}),
 }
 
 
@@ -133,6 +138,17 @@ REFUSED = {
     "alibi": ("bloom", {"n_head": 4, "n_layer": 2}, "takes no position_ids"),
     "gemma3": ("gemma3_text", {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
                "DynamicSlidingWindowLayer"),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2,
+                            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+                "DynamicSlidingWindowLayer"),
+    "hybrid": ("qwen3_next", {}, "LinearAttentionLayer"),
+    "latent attention": (
+        "deepseek_v3",
+        {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+         "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8, "n_routed_experts": 4,
+         "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32},
+        r"latent attention \(MLA\)",
+    ),
     "linear attention": ("mamba", {"state_size": 4}, "takes no|layers other than full"),
 }  # fmt: skip
 

@@ -261,6 +261,7 @@ class ChunkReuseCache(Cache):
         *,
         sink_ids: torch.Tensor | None = None,
         overlap_tokens: int = 128,
+        pin: bool = False,
     ) -> int:
         """Puts a document into the store ahead of any prompt; how many tokens were new.
 
@@ -272,6 +273,7 @@ class ChunkReuseCache(Cache):
             ids: int64 ``[1, tokens]``.
             sink_ids: int64 ``[1, tokens]``; None for the model's bos token, if it has one.
             overlap_tokens: what neighbouring windows share.
+            pin: keep it in memory whatever else comes, until ``store.clear()``.
 
         Raises:
             ValueError: more than one document, or an overlap as long as the model's context.
@@ -282,7 +284,12 @@ class ChunkReuseCache(Cache):
             cache._ends, cache._moves = self._ends, False  # every number from a real prefill
             return cache
 
-        return warm(self.model, new_cache, ids, sink_ids, overlap_tokens)
+        return warm(self.model, new_cache, ids, sink_ids, overlap_tokens, pin)
+
+    def pin(self, pinned: bool = True) -> None:
+        """Keeps what the store has of this text from eviction, or no longer."""
+        for text in self._texts or ():
+            self._space.pin_text(text.ids, text.position, pinned)
 
     def report(self) -> ReuseReport:
         """What became of the latest prompt."""

@@ -64,8 +64,14 @@ def check_model(model: Any) -> Rotation:
             f"({', '.join(sorted(other))}), whose state does not consist of keys and values of "
             f"every token. {INSTEAD}"
         )
+    text_config = config.get_text_config(decoder=True)
+    if getattr(text_config, "kv_lora_rank", None):
+        raise ValueError(
+            f"ChunkReuseCache: {name} has latent attention (MLA): what it caches is a compressed "
+            f"state and a rotated part beside it, not keys that turn with their position. {INSTEAD}"
+        )
     check_attention(model)
-    check_rope_types(config.get_text_config(decoder=True))
+    check_rope_types(text_config)
     rotation = find_rotation(model)
     _try_out_of_order(model)
     _checked[model] = rotation

@@ -32,6 +32,7 @@ def warm(
     ids: torch.Tensor,
     sink_ids: torch.Tensor | None,
     overlap_tokens: int,
+    pin: bool,
 ) -> int:
     """See :meth:`ChunkReuseCache.warm`."""
     if ids.dim() != 2 or len(ids) != 1 or not ids.shape[1]:
@@ -48,4 +49,6 @@ def warm(
         text = torch.cat([sink_ids.to(ids), ids[:, start:stop]], 1).to(model.device)
         model(text, logits_to_keep=1, use_cache=True, **{CACHE_ARGUMENT: cache})
         stored += cache.report().stored_tokens
+        if pin:
+            cache.pin()
     return stored
