@@ -39,7 +39,9 @@ class Rotation:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin ``[tokens, pairs]`` on ``device`` that turn keys of positions ``old`` into
         those of ``new`` (both int64 ``[tokens]``, on the CPU)."""
-        cos, sin = angles_between(old, new, self.inv_freq)
+        # Not every accelerator has float64.
+        where = device if device.type == "cuda" else torch.device("cpu")
+        cos, sin = angles_between(old.to(where), new.to(where), self.inv_freq.to(where))
         return cos.to(device), sin.to(device)
 
     def turn(
