@@ -21,8 +21,8 @@ _digests: weakref.WeakKeyDictionary[Any, tuple[str, str]] = weakref.WeakKeyDicti
 
 
 def model_identity(model: Any) -> str:
-    """A digest of config, rope settings, attention, dtype, autocast, every weight and the active
-    adapters.
+    """A digest of config, rope settings, attention, dtype, autocast, kind of device (others round
+    otherwise), every weight and the active adapters.
 
     The weights are read when they may have changed: before every prompt a few numbers of each
     parameter, their versions and the adapters' states are compared with those of the last time. A
@@ -35,7 +35,7 @@ def model_identity(model: Any) -> str:
         _digests[model] = known
     kind = model.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return f"{known[1]} autocast {autocast}"
+    return f"{known[1]} on {kind} autocast {autocast}"
 
 
 def _quick_fingerprint(model: Any) -> str:
