@@ -383,7 +383,7 @@ WRITER = """
 import sys, torch
 sys.path.insert(0, {root!r})
 from tests.store.test_store import put, random_kv, text, ChunkStore
-space = ChunkStore(disk={disk!r}).space("m")
+space = ChunkStore(**{options!r}).space("m")
 seed = int(sys.argv[1])
 print("ready", flush=True)
 while True:
@@ -392,10 +392,11 @@ while True:
 """
 
 
-def test_kill_in_the_middle_of_writing_loses_at_most_that_chunk(tmp_path):
-    """Two processes write into one folder and are killed; every file there is whole."""
+def test_kill_in_the_middle_of_writing_loses_at_most_that_chunk(tier):
+    """Two processes write into one folder or server and are killed; every chunk there is whole."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    code = WRITER.format(root=root, disk=str(tmp_path))
+    options = {name: str(value) for name, value in tier.items()}
+    code = WRITER.format(root=root, options=options)
     writers = [
         subprocess.Popen([sys.executable, "-c", code, seed], stdout=subprocess.PIPE, text=True)
         for seed in ("0", "100000")
@@ -403,7 +404,7 @@ def test_kill_in_the_middle_of_writing_loses_at_most_that_chunk(tmp_path):
     for writer in writers:
         assert writer.stdout.readline() == "ready\n"
     for _ in range(600):
-        space = ChunkStore(disk=tmp_path).space("m")
+        space = ChunkStore(**options).space("m")
         begun = all(space.match(text(100, seed)).exact_tokens for seed in (0, 100_000))
         if begun and len(space.index.chunks) > 20:
             break
@@ -412,7 +413,7 @@ def test_kill_in_the_middle_of_writing_loses_at_most_that_chunk(tmp_path):
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         writer.stdout.close()
-    store = ChunkStore(disk=tmp_path)
+    store = ChunkStore(**options)
     space = store.space("m")
     assert space.match(text(100, 0)).exact_tokens == 100
     for seed in range(100):
@@ -421,6 +422,7 @@ def test_kill_in_the_middle_of_writing_loses_at_most_that_chunk(tmp_path):
             assert torch.equal(space.load(match.prefix.pieces[0].chunk)[0], random_kv(100, seed)[0])
     assert len(space.index.chunks) > 20
     assert store.verify() == 0
+    assert store.stats().failures == 0
 
 
 def test_stats_are_plain_numbers_and_repr_tells():
