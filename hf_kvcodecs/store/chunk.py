@@ -72,9 +72,13 @@ class Piece:
     at: int
 
     @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
     def end(self) -> int:
         """The offset in the prompt behind it."""
-        return self.at + self.stop - self.start
+        return self.at + self.tokens
 
     @property
     def position(self) -> int:

@@ -15,6 +15,7 @@ from .prompt import Prompt
 from .rotation import Rotation
 
 Flags = npt.NDArray[np.bool_]
+GROUP_BYTES = 256 << 20  # keys that are turned at once on a GPU; several times that is needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,31 +100,72 @@ def assemble(
     for row, (match, pad) in enumerate(zip(rows, prompt.pads, strict=True)):
         keys[:, row, :, :pad], values[:, row, :, :pad] = 0, 0
         pieces = [*match.prefix, *(piece for span in match.moved for piece in span.pieces)]
-        shifts = [prompt.positions[row] + piece.at - piece.position for piece in pieces]
-        angles = _angles(pieces, shifts, rotation, device)
-        for piece, shift in zip(pieces, shifts, strict=True):
+        groups = list(_groups(pieces, prompt.positions[row], _token_bytes(like), device))
+        angles = _angles(groups, rotation, device)
+        for group in groups:
             stored_keys, stored_values = (
-                states[:, :, piece.start : piece.stop].to(device) for states in loaded[piece.chunk]
+                _joined([loaded[p.chunk][which][:, :, p.start : p.stop] for p in group.pieces])
+                for which in (0, 1)
             )
-            place = slice(pad + piece.at, pad + piece.end)
-            values[:, row, :, place] = stored_values
-            if shift:
+            place = slice(pad + group.pieces[0].at, pad + group.pieces[-1].end)
+            values[:, row, :, place] = stored_values.to(device)
+            if group.shift:
                 cos, sin = next(angles)
-                rotation.turn(stored_keys, cos, sin, keys[:, row, :, place])
+                rotation.turn(stored_keys.to(device), cos, sin, keys[:, row, :, place])
             else:
-                keys[:, row, :, place] = stored_keys
+                keys[:, row, :, place] = stored_keys.to(device)
     return Assembly(keys=keys, values=values, rows=tuple(rows))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Neighbouring pieces that move by the same ``shift``, handled at once."""
+
+    pieces: list[Piece]
+    shift: int
+
+    def positions(self) -> torch.Tensor:
+        """Those at which its keys were computed."""
+        return torch.cat([torch.arange(p.position, p.position + p.tokens) for p in self.pieces])
+
+
+def _groups(
+    pieces: list[Piece], position: int, token_bytes: int, device: torch.device
+) -> Iterator[_Group]:
+    """``pieces`` of a row whose first token has ``position``, in order."""
+    # A GPU starts few large operations sooner than many small ones; a CPU's cache wants small ones.
+    bound = 0 if device.type == "cpu" else GROUP_BYTES // max(token_bytes, 1)
+    group: list[Piece] = []
+    for piece in pieces:
+        if group and not (
+            piece.at == group[-1].end
+            and piece.at - piece.position == group[0].at - group[0].position
+            and piece.end - group[0].at <= bound
+        ):
+            yield _Group(pieces=group, shift=position + group[0].at - group[0].position)
+            group = []
+        group = [*group, piece]
+    if group:
+        yield _Group(pieces=group, shift=position + group[0].at - group[0].position)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _token_bytes(kv: KV) -> int:
+    return kv[0].nbytes // max(kv[0].shape[2], 1)
+
+
 def _angles(
-    pieces: list[Piece], shifts: list[int], rotation: Rotation, device: torch.device
+    groups: list[_Group], rotation: Rotation, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """cos and sin for each piece that moves; computed together, one transfer for all."""
-    moving = [(piece, shift) for piece, shift in zip(pieces, shifts, strict=True) if shift]
+    """cos and sin for each group that moves; computed together, one transfer for all."""
+    moving = [group for group in groups if group.shift]
     if not moving:
         return
-    old = [torch.arange(p.position, p.position + p.stop - p.start) for p, _ in moving]
-    new = [positions + shift for positions, (_, shift) in zip(old, moving, strict=True)]
+    old = [group.positions() for group in moving]
+    new = [positions + group.shift for positions, group in zip(old, moving, strict=True)]
     cos, sin = rotation.angles(torch.cat(old), torch.cat(new), device)
     lengths = [len(positions) for positions in old]
     yield from zip(cos.split(lengths), sin.split(lengths), strict=True)
