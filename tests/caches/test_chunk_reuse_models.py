@@ -124,6 +124,19 @@ def test_keys_of_the_lowest_layer_move_exactly(models, name):
     assert (got - expected).abs().max() <= 3e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_turns_also_where_a_large_channel_hides_it(dtype):
+    """Large keys in a channel pair that hardly turns, as real models have them."""
+    slow = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7}}
+    model = tiny(Qwen2Config, **slow)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight.mul_(0.02)
+        model.model.layers[1].self_attn.k_proj.bias[7] = 40.0  # the slowest pair of a head of 16
+    assert find_rotation(model.to(dtype)).layers == (True, True, True)
+    unturned = tiny("smollm3", no_rope_layers=[1, 0, 1]).to(dtype)
+    assert find_rotation(unturned).layers == (True, False, True)
+
+
 REFUSED = {
     "dynamic rope": (LlamaConfig, rope("dynamic", factor=2.0), "change with the length"),
     "longrope": (

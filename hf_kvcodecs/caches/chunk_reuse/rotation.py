@@ -109,19 +109,26 @@ def _explain(
     model: Any, inv_freq: torch.Tensor, positions: list[int], keys: list[torch.Tensor]
 ) -> Rotation:
     pairs, head_dim = len(inv_freq), keys[0].shape[-1]
-    still = [all(_close(k[i], keys[0][i]) for k in keys[1:]) for i in range(len(keys[0]))]
+    # A layer without rope has the very same keys everywhere; one with it may hide what little its
+    # keys turn behind a channel of large numbers.
+    still = [all(torch.equal(k[i], keys[0][i]) for k in keys[1:]) for i in range(len(keys[0]))]
     layers = tuple(not s for s in still)
     if any(layers) and 2 * pairs <= head_dim:
-        for interleaved in (False, True):
-            for start in sorted({0, head_dim - 2 * pairs}):
-                rotation = Rotation(
-                    inv_freq=inv_freq, interleaved=interleaved, start=start, layers=layers
-                )
-                if all(
-                    _close(rotation.move(keys[0], torch.tensor([0]), torch.tensor([p])), k)
-                    for p, k in zip(positions, keys, strict=True)
-                ):
-                    return rotation
+        candidates = [
+            Rotation(inv_freq=inv_freq, interleaved=interleaved, start=start, layers=layers)
+            for interleaved in (False, True)
+            for start in sorted({0, head_dim - 2 * pairs})
+        ]
+        moved = [[r.move(keys[0], torch.tensor([0]), torch.tensor([p])) for p in positions]
+                 for r in candidates]  # fmt: skip
+        errors = [sum(map(_distance, found, keys)) for found in moved]
+        best = errors.index(min(errors))
+        if all(
+            _close(found[layer], k[layer])
+            for found, k in zip(moved[best], keys, strict=True)
+            for layer in range(len(k))
+        ):
+            return candidates[best]
     raise ValueError(
         f"ChunkReuseCache: keys of {type(model).__name__} at another position are not what any "
         "rotation that we know makes of them; text of other positions cannot be reused"
@@ -148,6 +155,10 @@ def _single_token_states(model: Any, position: int) -> tuple[torch.Tensor, torch
             "different shapes or dtypes, which is not supported"
         )
     return torch.stack(keys), torch.stack(values)
+
+
+def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left.float() - right.float()).norm())
 
 
 def _close(left: torch.Tensor, right: torch.Tensor) -> bool:
