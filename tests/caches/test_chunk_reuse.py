@@ -12,7 +12,6 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcodecs import CacheMisuseError, ChunkReuseCache, ChunkStore
-from hf_kvcodecs.caches.chunk_reuse import assembly
 from hf_kvcodecs.caches.compat import CACHE_ARGUMENT
 from hf_kvcodecs.store import FixedChunker, hashing
 from hf_kvcodecs.store.hashing import PROBE_TOKENS
@@ -105,25 +104,21 @@ def test_moved_text_is_found_behind_any_header_and_keys_are_turned(tiny_models, 
 
 
 @every_dtype
-@pytest.mark.parametrize("bound", [0, 90, 1 << 30])
-def test_pieces_are_moved_alike_one_by_one_and_together(tiny_models, monkeypatch, dtype, bound):
-    """A GPU turns many pieces at once, a CPU one after the other."""
+def test_many_chunks_make_what_one_makes(tiny_models, dtype):
+    """An exact prefix, two moved spans of one text and one of another, however they are cut."""
     model = tiny_models[dtype]
     first, other = text(10, DOCUMENT, 9), prompt(90, seed=50)
     ids = torch.cat([first[:, :100], text(5, DOCUMENT[:, 20:], 3, other, 7)], 1)
 
-    def states():
-        store = seen(model, first, other, chunker=FixedChunker(tokens=32, window=0))
+    def states(chunker):
+        store = seen(model, first, other, chunker=chunker)
         cache = ChunkReuseCache(model, store, repair="none")
         last_logits(model, ids, cache)
         assert (cache.report().exact_tokens, cache.report().moved_tokens) == (100, 270)
         return [t for la in cache.layers for t in (la.keys, la.values)]
 
-    one_by_one, real = states(), assembly._groups
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(assembly, "_groups", lambda a, b, c, _: list(real(a, b, c, gpu)))
-    monkeypatch.setattr(assembly, "GROUP_BYTES", bound * 3 * 2 * 16 * dtype.itemsize)
-    for got, expected in zip(states(), one_by_one, strict=True):
+    few, many = states("document"), states(FixedChunker(tokens=16, window=0))
+    for got, expected in zip(many, few, strict=True):
         assert_same_bits(got, expected)
 
 

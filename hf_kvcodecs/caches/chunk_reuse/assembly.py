@@ -15,7 +15,6 @@ from .prompt import Prompt
 from .rotation import Rotation
 
 Flags = npt.NDArray[np.bool_]
-GROUP_BYTES = 256 << 20  # keys that are turned at once on a GPU; several times that is needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +52,11 @@ class RowMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """Keys and values ``[layers, batch, kv_heads, columns, head_dim]`` with holes, and what they
-    are made of."""
+    """Each layer's keys and values ``[batch, kv_heads, columns, head_dim]`` with holes, and what
+    they are made of."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
     rows: tuple[RowMatch, ...]
 
 
@@ -87,87 +86,87 @@ def assemble(
     rotation: Rotation,
     device: torch.device,
 ) -> Assembly:
-    """One tensor for keys and one for values, filled where something is known; padding is zero."""
-    like = next(iter(loaded.values()))
-    keys, values = (
-        torch.empty(
-            (len(t), len(rows), t.shape[1], prompt.columns, t.shape[3]),
-            dtype=t.dtype,
-            device=device,
-        )
-        for t in like
-    )
-    for row, (match, pad) in enumerate(zip(rows, prompt.pads, strict=True)):
-        keys[:, row, :, :pad], values[:, row, :, :pad] = 0, 0
-        pieces = [*match.prefix, *(piece for span in match.moved for piece in span.pieces)]
-        groups = list(_groups(pieces, prompt.positions[row], _token_bytes(like), device))
-        angles = _angles(groups, rotation, device)
-        for group in groups:
-            stored_keys, stored_values = (
-                _joined([loaded[p.chunk][which][:, :, p.start : p.stop] for p in group.pieces])
-                for which in (0, 1)
-            )
-            place = slice(pad + group.pieces[0].at, pad + group.pieces[-1].end)
-            values[:, row, :, place] = stored_values.to(device)
-            if group.shift:
-                cos, sin = next(angles)
-                rotation.turn(stored_keys.to(device), cos, sin, keys[:, row, :, place])
-            else:
-                keys[:, row, :, place] = stored_keys.to(device)
-    return Assembly(keys=keys, values=values, rows=tuple(rows))
+    """Keys and values, filled where something is known; padding is zero."""
+    batch = [
+        _groups(match, loaded, position, rotation, device)
+        for match, position in zip(rows, prompt.positions, strict=True)
+    ]
+    made: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    # Layer by layer: memory of a layer's size is at hand, that of all layers is not.
+    for layer, like in enumerate(zip(*next(iter(loaded.values())), strict=True)):
+        for states, one in zip(made, like, strict=True):
+            shape = (len(rows), one.shape[0], prompt.columns, one.shape[2])
+            states.append(torch.empty(shape, dtype=one.dtype, device=device))
+        keys, values = made[0][-1], made[1][-1]
+        for row, (groups, pad) in enumerate(zip(batch, prompt.pads, strict=True)):
+            keys[row, :, :pad], values[row, :, :pad] = 0, 0
+            for group in groups:
+                place = slice(pad + group.at, pad + group.end)
+                values[row, :, place] = _joined(group.values, layer).to(device)
+                stored = _joined(group.keys, layer).to(device)
+                if group.angles and rotation.layers[layer]:
+                    rotation.turn(stored, *group.angles, keys[row, :, place])
+                else:
+                    keys[row, :, place] = stored
+    return Assembly(keys=made[0], values=made[1], rows=tuple(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Neighbouring pieces that move by the same ``shift``, handled at once."""
+    """Neighbouring pieces that move alike: each one's keys and values layer by layer
+    ``[kv_heads, tokens, head_dim]``, and the angles by which its keys turn, if they do."""
 
-    pieces: list[Piece]
-    shift: int
-
-    def positions(self) -> torch.Tensor:
-        """Those at which its keys were computed."""
-        return torch.cat([torch.arange(p.position, p.position + p.tokens) for p in self.pieces])
+    at: int
+    end: int
+    keys: list[tuple[torch.Tensor, ...]]
+    values: list[tuple[torch.Tensor, ...]]
+    angles: tuple[torch.Tensor, torch.Tensor] | None
 
 
 def _groups(
-    pieces: list[Piece], position: int, token_bytes: int, device: torch.device
-) -> Iterator[_Group]:
-    """``pieces`` of a row whose first token has ``position``, in order."""
-    # A GPU starts few large operations sooner than many small ones; a CPU's cache wants small ones.
-    bound = 0 if device.type == "cpu" else GROUP_BYTES // max(token_bytes, 1)
-    group: list[Piece] = []
-    for piece in pieces:
-        if group and not (
-            piece.at == group[-1].end
-            and piece.at - piece.position == group[0].at - group[0].position
-            and piece.end - group[0].at <= bound
-        ):
-            yield _Group(pieces=group, shift=position + group[0].at - group[0].position)
-            group = []
-        group = [*group, piece]
-    if group:
-        yield _Group(pieces=group, shift=position + group[0].at - group[0].position)
+    match: RowMatch,
+    loaded: dict[Chunk, KV],
+    position: int,
+    rotation: Rotation,
+    device: torch.device,
+) -> list[_Group]:
+    """What is known of a row whose first token has ``position``."""
+    runs: list[list[Piece]] = []
+    for piece in (*match.prefix, *(piece for span in match.moved for piece in span.pieces)):
+        last = runs[-1][-1] if runs else None
+        if last and (piece.at, piece.position) == (last.end, last.position + last.tokens):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    moving = [run for run in runs if position + run[0].at != run[0].position]
+    angles = _angles(moving, position, rotation, device)
+    groups = []
+    for run in runs:
+        keys, values = (
+            [loaded[p.chunk][which][:, :, p.start : p.stop].unbind(0) for p in run]
+            for which in (0, 1)
+        )
+        turned = next(angles) if run in moving else None
+        groups.append(
+            _Group(at=run[0].at, end=run[-1].end, keys=keys, values=values, angles=turned)
+        )
+    return groups
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-
-def _token_bytes(kv: KV) -> int:
-    return kv[0].nbytes // max(kv[0].shape[2], 1)
+def _joined(pieces: list[tuple[torch.Tensor, ...]], layer: int) -> torch.Tensor:
+    return pieces[0][layer] if len(pieces) == 1 else torch.cat([p[layer] for p in pieces], 1)
 
 
 def _angles(
-    groups: list[_Group], rotation: Rotation, device: torch.device
+    runs: list[list[Piece]], position: int, rotation: Rotation, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """cos and sin for each group that moves; computed together, one transfer for all."""
-    moving = [group for group in groups if group.shift]
-    if not moving:
+    """cos and sin for each run; computed together, one transfer for all."""
+    if not runs:
         return
-    old = [group.positions() for group in moving]
-    new = [positions + group.shift for positions, group in zip(old, moving, strict=True)]
+    lengths = [run[-1].end - run[0].at for run in runs]
+    old = [torch.arange(n) + run[0].position for run, n in zip(runs, lengths, strict=True)]
+    new = [torch.arange(n) + position + run[0].at for run, n in zip(runs, lengths, strict=True)]
     cos, sin = rotation.angles(torch.cat(old), torch.cat(new), device)
-    lengths = [len(positions) for positions in old]
     yield from zip(cos.split(lengths), sin.split(lengths), strict=True)
 
 

@@ -144,7 +144,7 @@ class ChunkReuseCache(Cache):
         if self.repair == "none" or not any(match.moved for match in made.rows):
             return wanted
         for row, (flags, match) in enumerate(zip(wanted, made.rows, strict=True)):
-            flags |= selected_rows(match, made.keys[:, row, :, prompt.pads[row] :])
+            flags |= selected_rows(match, made.keys, row, prompt.pads[row])
         if self.repair == "cacheblend" and self.recompute_ratio:
             with torch.no_grad():
                 found = probe(self.model, prompt, made, ids, self._needs_float_mask)
@@ -171,7 +171,7 @@ class ChunkReuseCache(Cache):
                 kwargs["position_ids"] = kwargs["position_ids"][:, held:]
         else:
             held = 0
-            plan = layout(prompt, wanted, ids, self._needs_float_mask, made.keys.dtype)
+            plan = layout(prompt, wanted, ids, self._needs_float_mask, made.keys[0].dtype)
             columns = plan.columns
             kwargs = kwargs | plan.arguments()
         kwargs.pop("cache_position", None)
@@ -188,8 +188,8 @@ class ChunkReuseCache(Cache):
         moved = sum(match.moved_tokens for match in made.rows)
         if not self.store.exact:
             exact, moved = 0, moved + exact
-        _, batch, _, columns, _ = made.keys.shape
-        token_bytes = (made.keys.nbytes + made.values.nbytes) // (batch * columns)
+        batch, _, columns, _ = made.keys[0].shape
+        token_bytes = sum(t.nbytes for t in (*made.keys, *made.values)) // (batch * columns)
         self._report = replace(
             self._report,
             exact_tokens=exact,

@@ -24,7 +24,7 @@ PROBED_LAYER = 1  # the lowest whose values know the context: those of layer 0 k
 REPAIRS = ("cacheblend", "selective", "none", "exact")
 
 
-def selected_rows(match: RowMatch, keys: torch.Tensor) -> Flags:
+def selected_rows(match: RowMatch, keys: list[torch.Tensor], row: int, pad: int) -> Flags:
     """Rows that matter most by where they stand and how they are attended to, without a probe.
 
     The first rows of every moved span (EPIC, arXiv 2410.15332), its last ones, and those with the
@@ -32,17 +32,20 @@ def selected_rows(match: RowMatch, keys: torch.Tensor) -> Flags:
     that what they say of their old context reaches everything behind them.
 
     Args:
-        match: the row of the batch.
-        keys: its keys ``[layers, kv_heads, tokens, head_dim]``, padding left out.
+        match: what is reused of the row.
+        keys: each layer's ``[batch, kv_heads, columns, head_dim]``.
+        row: of the batch.
+        pad: its columns of left padding.
     """
     chosen = np.zeros(match.tokens, bool)
     for span in match.moved:
         chosen[span.at : min(span.at + HEAD_TOKENS, span.end)] = True
         chosen[max(span.end - TAIL_TOKENS, span.at) : span.end] = True
         if count := min(max(round(SINK_RATIO * span.tokens), MIN_SINKS), span.tokens):
-            sizes = torch.zeros(span.tokens, device=keys.device)
-            for layer in keys[:: max(len(keys) // SAMPLED_LAYERS, 1), :, span.at : span.end]:
-                sizes += layer.float().square().sum((0, 2))
+            place = slice(pad + span.at, pad + span.end)
+            sizes = torch.zeros(span.tokens, device=keys[0].device)
+            for layer in keys[:: max(len(keys) // SAMPLED_LAYERS, 1)]:
+                sizes += layer[row, :, place].float().square().sum((0, 2))
             smallest = sizes.topk(count, largest=False).indices
             chosen[span.at + smallest.cpu().numpy()] = True
     return chosen
@@ -93,7 +96,7 @@ def probe(
         flags = np.ones(match.tokens, bool)
         flags[: match.exact_tokens] = False
         wanted.append(flags)
-    plan = layout(prompt, wanted, ids, needs_float_mask, assembly.keys.dtype)
+    plan = layout(prompt, wanted, ids, needs_float_mask, assembly.keys[0].dtype)
     layers: list[Any] = [*(ScatterLayer() for _ in range(PROBED_LAYER)), _ProbeLayer()]
     for idx, layer in enumerate(layers):
         # Copies: nothing of the probe stays.

@@ -47,17 +47,18 @@ class Rotation:
     def turn(
         self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Writes ``keys`` ``[layers, ..., tokens, head_dim]``, turned, to ``out`` of the same
-        shape: one rounding to their dtype, from float32."""
+        """Writes ``keys`` ``[..., tokens, head_dim]`` of a layer that turns, turned, to ``out`` of
+        the same shape: one rounding to their dtype, from float32."""
         rotate(keys, cos, sin, interleaved=self.interleaved, start=self.start, out=out)
+
+    def move(self, keys: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """``keys`` ``[layers, ..., tokens, head_dim]`` of positions ``old`` as if of positions
+        ``new``, a new tensor."""
+        out = torch.empty_like(keys, memory_format=torch.contiguous_format)
+        self.turn(keys, *self.angles(old, new, keys.device), out)
         for layer, turns in enumerate(self.layers):
             if not turns:
                 out[layer] = keys[layer]
-
-    def move(self, keys: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """``keys`` of positions ``old`` as if of positions ``new``, a new tensor."""
-        out = torch.empty_like(keys, memory_format=torch.contiguous_format)
-        self.turn(keys, *self.angles(old, new, keys.device), out)
         return out
 
 
