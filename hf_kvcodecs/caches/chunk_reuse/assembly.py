@@ -94,13 +94,15 @@ def assemble(
     made: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     # Layer by layer: memory of a layer's size is at hand, that of all layers is not.
     for layer, like in enumerate(zip(*next(iter(loaded.values())), strict=True)):
-        for states, one in zip(made, like, strict=True):
+        begun = _beginning(batch, prompt, layer, device)
+        for states, one, start in zip(made, like, begun or (None, None), strict=True):
             shape = (len(rows), one.shape[0], prompt.columns, one.shape[2])
-            states.append(torch.empty(shape, dtype=one.dtype, device=device))
+            new = torch.empty(shape, dtype=one.dtype, device=device) if start is None else start
+            states.append(new)
         keys, values = made[0][-1], made[1][-1]
         for row, (groups, pad) in enumerate(zip(batch, prompt.pads, strict=True)):
             keys[row, :, :pad], values[row, :, :pad] = 0, 0
-            for group in groups:
+            for group in groups[1:] if begun else groups:
                 place = slice(pad + group.at, pad + group.end)
                 values[row, :, place] = _joined(group.values, layer).to(device)
                 stored = _joined(group.keys, layer).to(device)
@@ -109,6 +111,29 @@ def assemble(
                 else:
                     keys[row, :, place] = stored
     return Assembly(keys=made[0], values=made[1], rows=tuple(rows))
+
+
+def _beginning(
+    batch: list[list[_Group]], prompt: Prompt, layer: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Keys and values of one layer that begin with a lone row's exact prefix, copied once; the
+    rest is not filled. None where a batch does not begin like that."""
+    if len(batch) > 1 or prompt.pads[0] or not batch[0]:
+        return None
+    group = batch[0][0]
+    if group.at or group.angles or group.keys[0][layer].device != device:
+        return None
+    keys, values = (
+        torch.cat([*(p[layer] for p in pieces), rest], 1)[None]
+        for pieces in (group.keys, group.values)
+        for rest in [pieces[0][layer].new_empty(_rest(pieces, layer, prompt.columns - group.end))]
+    )
+    return keys, values
+
+
+def _rest(pieces: list[tuple[torch.Tensor, ...]], layer: int, tokens: int) -> tuple[int, int, int]:
+    kv_heads, _, head_dim = pieces[0][layer].shape
+    return kv_heads, tokens, head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
