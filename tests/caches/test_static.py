@@ -321,7 +321,8 @@ def test_files_and_dynamic_caches(tmp_path):
 
 
 def test_where_it_cannot_be_static(caplog):
-    llama = tiny_llama().to(DEVICE)  # fp32
+    llama = tiny_llama().to(DEVICE)
+    llama.config.dtype = torch.float32  # as from_pretrained sets it
     ids = prompt(1, 200)
     expected = generate(llama, ids, DynamicCache(), max_new_tokens=5)
     cache = GAACCache(llama.config, max_tokens=220)
