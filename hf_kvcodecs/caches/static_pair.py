@@ -15,7 +15,7 @@ from ..kernels.packed_append import KEEP_TOKENS, RING_TOKENS, StaticBlocks
 from ..kernels.register_blocks import BLOCK_TOKENS
 from .fused import POOL_WORDS, in_place
 
-RAW_SHARE = 1 / 64  # of all blocks, reserved for those that stay raw; real caches have none
+RAW_SHARE = 1 / 128  # of all blocks, reserved for those that stay raw; real caches have none
 
 
 class StaticPair:
