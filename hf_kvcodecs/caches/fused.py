@@ -86,8 +86,12 @@ class FusedPair:
         return self.tail.shape[1]
 
     @property
+    def sealed_blocks(self) -> int:
+        return self.blocks.blocks
+
+    @property
     def sealed_tokens(self) -> int:
-        return self.blocks.blocks * BLOCK_TOKENS
+        return self.sealed_blocks * BLOCK_TOKENS
 
     @property
     def tail_tokens(self) -> int:
@@ -287,7 +291,11 @@ class FusedPair:
             self.tokens = tokens
             return self
         keys, values = self.dense(tokens)
-        return FusedPair(keys, values).append(keys, values, seal)
+        return self._new(keys, values).append(keys, values, seal)
+
+    def _new(self, keys: torch.Tensor, values: torch.Tensor) -> FusedPair:
+        """An empty pair of this kind."""
+        return FusedPair(keys, values)
 
     @in_place
     def select_batch(self, index: torch.Tensor) -> FusedPair:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .compat import attention_arguments, calling_attention, notice_once
 from .files import load_cache, save_cache
 from .guards import NeedsConfigForOtherLayers, PromptLength, check_first_forward, check_layer_order
 from .layer import GAACLayer, GAACOptions, check_states
+from .offloaded import Staging
 from .report import MemoryReport, measure
 from .static_layer import StaticGAACLayer, check_static
 from .static_pair import StaticPair
@@ -50,7 +52,9 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         backend: "auto" | "torch" | "compile": what unpacks. "auto" uses Triton kernels on NVIDIA
             GPUs, the others never do. On a CPU "auto" compiles one fused pass with the C++ compiler
             at hand when there is much to unpack, and uses plain torch otherwise.
-        offload: reserved, not available in this release.
+        offload: "cpu" keeps packed blocks in (pinned) host memory and copies a layer to the GPU
+            while the one before is computed; two layers' blocks and the dense tails take memory
+            there. For contexts that do not fit otherwise: a step takes as long as the link needs.
         max_tokens: a fixed capacity, for decoding under CUDA graphs: ``generate`` compiles the
             model by itself then, as it does for ``StaticCache``. Needs ``config``, bf16, an NVIDIA
             GPU and sdpa attention; all memory is taken with the prompt. Where states cannot be kept
@@ -76,10 +80,6 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         max_tokens: int | None = None,
         pack_from: int = 0,
     ) -> None:
-        if offload is not None:
-            raise ValueError(
-                f"offload={offload!r} is not available in this release; leave it at None"
-            )
         if config is not None and not isinstance(config, PreTrainedConfig):
             raise TypeError(
                 f"config: expected the model's config (model.config), got {type(config).__name__}"
@@ -90,7 +90,9 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
             backend=backend,
             pack_from=pack_from,
             max_tokens=max_tokens,
+            offload=offload,
         )
+        self._staging = Staging()
         self.config = config
         self._claimed_by_generate = self._first_forward = False
         self._attention: str | None = None
@@ -102,7 +104,8 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         else:
             layers = self.layers
             if config is None:
-                self.layer_class_to_replicate = self._new_layer  # type: ignore[assignment]  # a factory
+                new_layer = partial(GAACLayer, self.options, self._staging)  # not ours: a cycle
+                self.layer_class_to_replicate = new_layer  # type: ignore[assignment]  # a factory
         self.layers = [
             self._new_layer() if type(layer) in (DynamicLayer, StaticLayer) else layer
             for layer in layers
@@ -116,7 +119,7 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
     def _new_layer(self) -> GAACLayer:
         """An empty full-attention layer."""
         if self.options.max_tokens is None:
-            return GAACLayer(self.options)
+            return GAACLayer(self.options, self._staging)
         return StaticGAACLayer(self.options, getattr(self.config, "dtype", None))
 
     @classmethod
@@ -189,6 +192,10 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
             check_states(key_states, value_states, None)  # before layers are added
         check_layer_order(self.layers, layer_idx, key_states.shape[-2])
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self.options.offload and key_states.shape[2] <= MAX_NEW_TOKENS:
+            following: Any = self.layers[(layer_idx + 1) % len(self.layers)]
+            if isinstance(following, GAACLayer):
+                following.prefetch_blocks()
         if layer_idx <= self._latest_layer or self._attention is None:  # a new forward pass
             self._attention = calling_attention()
         self._latest_layer = layer_idx

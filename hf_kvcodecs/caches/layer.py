@@ -13,6 +13,7 @@ from ..errors import CacheMisuseError
 from ..kernels.register_blocks import BLOCK_TOKENS
 from .compat import notice_once
 from .fused import FusedPair, can_fuse
+from .offloaded import OffloadedPair, Staging
 from .pair import KVPair
 from .sequence import PackedSequence
 from .static_pair import StaticPair
@@ -32,6 +33,7 @@ class GAACOptions:
     backend: str = "auto"
     pack_from: int = 0
     max_tokens: int | None = None
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         codec_for(
@@ -45,6 +47,8 @@ class GAACOptions:
             raise ValueError(
                 f"pack_from: expected a number of tokens of at least 0, got {self.pack_from!r}"
             )
+        if self.offload not in (None, "cpu"):
+            raise ValueError(f'offload: expected None or "cpu", got {self.offload!r}')
         if self.max_tokens is None:
             return
         if type(self.max_tokens) is not int or self.max_tokens < 1:
@@ -85,9 +89,11 @@ class GAACLayer(CacheLayerMixin):
     is_croppable = True
     is_compileable = False  # True would make `generate` compile a cache whose shapes change
 
-    def __init__(self, options: GAACOptions | None = None) -> None:
+    def __init__(self, options: GAACOptions | None = None, staging: Staging | None = None) -> None:
+        """``staging``: the cache's, shared by its layers, with ``offload``."""
         # Not the base class's __init__, which assigns keys and values: here they are properties.
         self.options = options or GAACOptions()
+        self._staging = staging or Staging()
         self._pair: Pair | None = None
 
     @property
@@ -150,6 +156,11 @@ class GAACLayer(CacheLayerMixin):
         check_states(key_states, value_states, self._pair)
         if self.options.fuses(key_states, value_states):
             return self._update_fused(key_states, value_states)
+        if self.options.offload and key_states.device.type != "cpu":
+            notice_once(
+                f"GAACCache(offload={self.options.offload!r}) stays on {key_states.device}: only "
+                "bf16 states that the fused kernels read can be offloaded."
+            )
         held = self._pair or KVPair.begin(key_states, value_states, self.options.codec)
         assert isinstance(held, KVPair)  # check_states saw to the dtype and the device
         pair = held.append(key_states, value_states)
@@ -162,13 +173,23 @@ class GAACLayer(CacheLayerMixin):
         held = self._pair
         if not isinstance(held, FusedPair):  # nothing yet, or loaded, or back from another device
             old = held
-            held = FusedPair(keys, values)
+            held = self._empty_fused(keys, values)
             if old is not None and old.tokens:
                 held.append(*old.dense(), seal=old.tokens >= self.options.pack_from)
         first = held.tokens == 0
         tokens = held.tokens + keys.shape[2]
         self._pair = held.append(keys, values, seal=tokens >= self.options.pack_from)
         return (keys, values) if first else tensors_of(self._pair)
+
+    def _empty_fused(self, keys: torch.Tensor, values: torch.Tensor) -> FusedPair:
+        if self.options.offload:
+            return OffloadedPair(keys, values, self._staging)
+        return FusedPair(keys, values)
+
+    def prefetch_blocks(self) -> None:
+        """Begins to copy offloaded blocks to the device."""
+        if isinstance(self._pair, OffloadedPair):
+            self._pair.prefetch()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
