@@ -9,7 +9,9 @@ two looks at its stopping criteria, everything on the host included; medians, th
 graphs are compiled and captured) left out.
 
 eager: ``DynamicCache``, ``GAACCache()``. compiled, by ``generate`` itself, CUDA graphs included:
-``StaticCache``, ``GAACCache(config, max_tokens=)``. offloaded: ``DynamicCache(offloading=True)``.
+``StaticCache``, ``GAACCache(config, max_tokens=)``. offloaded to pinned host memory:
+``DynamicCache(offloading=True)``, ``GAACCache(offload="cpu")``; ``link`` is the time that a plain
+copy of as many bytes as the latter's takes.
 
 Before a GAACCache is timed its numbers are compared with DynamicCache's, bit for bit. While it is
 timed the calls of the fused kernel are counted: one for each layer and step, or the run stops.
@@ -125,6 +127,21 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def link_time(cache: Any) -> float:
+    """Milliseconds in which a copy from pinned memory brings a layer's packed blocks, times the
+    layers."""
+    words = cache.layers[0].pair.host.words
+    there = torch.empty_like(words, device="cuda")
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        there.copy_(words, non_blocking=True)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times) * cache.memory().packed_bytes / words.nbytes
+
+
 def case(
     model: Any, kv: dict[str, torch.Tensor], batch: int, tokens: int, steps: int, names: list[str]
 ) -> dict[str, Any]:
@@ -136,6 +153,7 @@ def case(
         "StaticCache": lambda: StaticCache(config, max_cache_len=capacity),
         "GAACCache static": lambda: GAACCache(config, max_tokens=capacity),
         "offloaded": lambda: DynamicCache(config=config, offloading=True),
+        "GAACCache offloaded": lambda: GAACCache(offload="cpu"),
     }
     row: dict[str, Any] = {"batch": batch, "tokens": tokens}
     plain = fill(makers["DynamicCache"](), kv, config, batch, tokens)
@@ -152,6 +170,8 @@ def case(
         memory = cache.memory()
         row[f"{name} ratio"] = memory.ratio
         weights = sum(p.nbytes for p in model.parameters())
+        if name == "GAACCache offloaded":
+            row["link"] = link_time(cache)
         row["limit"] = (weights + memory.total_bytes) / READ_BYTES_PER_SECOND * 1e3
         del cache
     del plain
@@ -160,7 +180,7 @@ def case(
         gc.collect()
         torch.cuda.empty_cache()
         cache = fill(makers[name](), kv, config, batch, tokens)
-        count = WARM_UP + (4 if name == "offloaded" else steps)
+        count = WARM_UP + (8 if name.endswith("offloaded") else steps)
         begin = time.perf_counter()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
@@ -193,6 +213,7 @@ def main() -> None:
     args = parser.parse_args()
     names = args.caches or [
         "DynamicCache", "GAACCache", "StaticCache", "GAACCache static", "offloaded",
+        "GAACCache offloaded",
     ]  # fmt: skip
     cases = [tuple(map(int, c.split("x"))) for c in args.cases] if args.cases else CASES
     kv, model, rows = load_file(args.kv), llama_8b(), []
@@ -200,7 +221,7 @@ def main() -> None:
     for batch, tokens in cases:
         rows.append(case(model, kv, batch, tokens, args.steps, names))
         write_results(args.out, env, rows)
-    shown = ["batch", "tokens", *names, "factor", "limit"]
+    shown = ["batch", "tokens", *names, "factor", "limit", "link"]
     print_table("Milliseconds per decode step", rows, {name: name for name in shown})
 
 
