@@ -193,9 +193,10 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         check_layer_order(self.layers, layer_idx, key_states.shape[-2])
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self.options.offload and key_states.shape[2] <= MAX_NEW_TOKENS:
-            following: Any = self.layers[(layer_idx + 1) % len(self.layers)]
-            if isinstance(following, GAACLayer):
-                following.prefetch_blocks()
+            for idx in (layer_idx, (layer_idx + 1) % len(self.layers)):
+                layer = self.layers[idx]
+                if isinstance(layer, GAACLayer):
+                    layer.prefetch_blocks()
         if layer_idx <= self._latest_layer or self._attention is None:  # a new forward pass
             self._attention = calling_attention()
         self._latest_layer = layer_idx

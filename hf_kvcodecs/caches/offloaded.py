@@ -81,6 +81,11 @@ class Staging:
             slot.arrived.record(stream)
         return replace(host, **staged)
 
+    def touch(self, pair: OffloadedPair) -> None:
+        """``pair``'s slot is in use: the next load takes the other one."""
+        for slots in self._slots.values():
+            slots.sort(key=lambda slot: slot.owner is not None and slot.owner() is pair)
+
     def wait(self, pair: OffloadedPair) -> None:
         """Has the current stream wait until ``pair``'s blocks are there."""
         for slot in self._slots.get(pair.device, ()):
@@ -131,9 +136,12 @@ class OffloadedPair(FusedPair):
         self._on_device = None
 
     def prefetch(self) -> None:
-        """Begins to copy the blocks to the device, without waiting for them."""
+        """Begins to copy the blocks to the device, without waiting for them. They stay while one
+        other layer's are fetched."""
         if self._on_device is None:
             self._on_device = self.staging.load(self)
+        else:
+            self.staging.touch(self)
 
     @property
     def sealed_blocks(self) -> int:

@@ -108,6 +108,24 @@ def test_generate_is_that_of_a_cache_on_the_device():
     assert cache.memory().packed_elements > 0
 
 
+def test_each_layer_is_fetched_once_a_step(monkeypatch):
+    loads: list[OffloadedPair] = []
+    load = Staging.load
+    monkeypatch.setattr(
+        Staging, "load", lambda self, pair: (loads.append(pair), load(self, pair))[1]
+    )
+    keys, values = states(1, 1, 200, 64)
+    cache = GAACCache(offload="cpu")
+    for idx in range(4):
+        cache.update(keys, values, idx)
+    for step in range(3):
+        loads.clear()
+        for idx in range(4):
+            cache.update(keys[:, :, :1], values[:, :, :1], idx)
+            cache.layers[idx].pair.attend(keys[:, :, :1], None, None)
+        assert len(loads) == (5 if step == 0 else 4)  # the first one is fetched ahead from then on
+
+
 def test_nothing_keeps_a_cache_alive():
     keys, values = states(1, 1, 330, 64)
     gc.disable()
