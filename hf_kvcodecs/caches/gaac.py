@@ -100,7 +100,7 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         super().__init__(config=config)
         if max_tokens is not None:
             layers = StaticCache(check_static(config), max_tokens).layers
-            self._unchecked, self._room = 0, max_tokens
+            self._unchecked, self._room, self._new_prompt = 0, max_tokens, 2
         else:
             layers = self.layers
             if config is None:
@@ -168,7 +168,7 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         if not torch.compiler.is_compiling():
             self._begin_forward(args, kwargs)
             if key_states.shape[2] > MAX_NEW_TOKENS:
-                self._unchecked = UNCHECKED_TOKENS
+                self._new_prompt = 2  # look before the first step and behind it
         layer: Any = self.layers[layer_idx]
         out: tuple[Any, Any] = layer.update(key_states, value_states, *args, **kwargs)
         return out
@@ -215,7 +215,9 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         step, and that must not wait for the one before."""
         assert self.options.max_tokens is not None
         self._unchecked += new_tokens
-        if self._unchecked < UNCHECKED_TOKENS and self._unchecked <= self._room:
+        self._new_prompt -= 1
+        soon = self._new_prompt < 0 and self._unchecked < UNCHECKED_TOKENS
+        if soon and self._unchecked <= self._room:
             return
         held = [layer._pair for layer in self.layers if isinstance(layer, StaticGAACLayer)]
         pairs = [pair for pair in held if isinstance(pair, StaticPair)]

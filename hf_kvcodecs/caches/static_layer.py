@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..errors import CacheMisuseError
 from ..kernels.packed_append import MAX_NEW_TOKENS
+from ..kernels.packed_attention import MAX_GROUP
 from ..kernels.static_ops import static_append, static_attention
 from .compat import notice_once
 from .layer import GAACLayer, GAACOptions, check_states
@@ -30,6 +31,14 @@ def check_static(config: PreTrainedConfig | None) -> PreTrainedConfig:
         raise ValueError(
             'max_tokens: expected a model with attn_implementation="sdpa", which the fused kernel '
             f"answers; this one has {attention!r}. Load the model with sdpa, or leave it out"
+        )
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None) or 1
+    group = heads // (getattr(text, "num_key_value_heads", None) or heads)
+    if group > MAX_GROUP:
+        raise ValueError(
+            f"max_tokens: expected at most {MAX_GROUP} query heads per KV head, which the fused "
+            f"kernel takes; this model has {group}. Leave it out"
         )
     return config
 

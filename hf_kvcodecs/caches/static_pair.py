@@ -139,7 +139,14 @@ class StaticPair:
                 f"this cache holds {held} of at most {self.max_tokens} tokens, and {new_tokens} "
                 "more do not fit. Make it with a larger max_tokens, or without one (it grows then)"
             )
-        if int(self.memory.blocks().cursors[2]):
+        lost, unseen = self.memory.errors.tolist()
+        if unseen:
+            raise CacheMisuseError(
+                "attention was asked for under a mask that is not causal with left padding, and "
+                "has answered NaN: what was generated is not to be used. Make the cache without "
+                "max_tokens: it then takes any mask"
+            )
+        if lost:
             raise CacheMisuseError(
                 f"tokens were lost at a length of {held}: more were added than max_tokens="
                 f"{self.max_tokens}, or keys and values pack far worse than those of the prompt. "

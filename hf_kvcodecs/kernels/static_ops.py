@@ -33,7 +33,7 @@ def _(keys: torch.Tensor, *_: Any) -> torch.Tensor:
     return keys.new_empty((2, keys.shape[0]), dtype=torch.int32)
 
 
-@torch.library.custom_op("hf_kvcodecs::static_attention", mutates_args=())
+@torch.library.custom_op("hf_kvcodecs::static_attention", mutates_args=("memory",))
 def static_attention(
     query: torch.Tensor,
     after: torch.Tensor,
@@ -45,7 +45,8 @@ def static_attention(
     """:func:`packed_attention` after the append that returned ``after``; NaN once that lost tokens.
 
     ``span``: int32 ``[2, batch]``, each row's first visible token and its length; a row gets NaN
-    where the first is negative or the second is not what ``after`` says. All tokens if None.
+    where the first is negative or the second is not what ``after`` says, and ``errors`` in
+    ``memory`` tells. All tokens if None.
     """
     held = _blocks(memory, sizes)
     blocks = held.blocks()
@@ -62,7 +63,7 @@ def static_attention(
         ends=None if span is None else span[1],
         sealed_visible=True,  # at least as many tokens stay dense as are queried
         ring=True,
-        lost=blocks.cursors[2:],
+        lost=held.errors,
     )
 
 

@@ -166,8 +166,13 @@ def test_attention_is_that_of_dense_tensors(tokens, new):
     wrong = torch.stack([starts, after[0] - torch.arange(2, device=DEVICE)]).int()
     assert attention(pair, q, after, wrong)[1].isnan().all()
     assert attention(pair, q, after, wrong)[0].isfinite().all()
+    with pytest.raises(CacheMisuseError, match="a mask that is not causal"):
+        pair.check()
+    pair.memory.errors.zero_()
     wrong = torch.stack([-starts, after[0]])
     assert attention(pair, q, after, wrong)[1].isnan().all()
+    with pytest.raises(CacheMisuseError, match="a mask that is not causal"):
+        pair.dense()
     token = torch.arange(tokens + new, device=DEVICE)
     mask = (token <= token[tokens:, None]) & (token >= starts[:, None, None])
     dense = (x.float().repeat_interleave(4, 1) for x in (keys, values))
@@ -282,6 +287,17 @@ def test_eager_steps_several_turns_and_crops():
     assert "420" in repr(cache) or "256" in repr(cache)
 
 
+def test_a_mask_with_holes_is_an_error_after_one_step():
+    llama = model()
+    mask = torch.ones(1, 200, dtype=torch.long, device=DEVICE)
+    mask[0, 50:60] = 0
+    cache = GAACCache(llama.config, max_tokens=300)
+    options = {"attention_mask": mask, "disable_compile": True, "max_new_tokens": 20}
+    with pytest.raises(CacheMisuseError, match="not causal with left padding"):
+        generate(llama, prompt(1, 200), cache, **options)
+    assert int(cache.layers[0].pair.memory.state[0, 0]) == 201
+
+
 def test_beams():
     llama = model()
     ids = prompt(1, 200)
@@ -346,6 +362,11 @@ def test_options():
     for other in ({"kv_dtype": "fp8_e4m3"}, {"block_tokens": 64}, {"backend": "torch"}):
         with pytest.raises(ValueError, match="as they are by default"):
             GAACCache(config, max_tokens=100, **other)
+    with pytest.raises(ValueError, match="16 query heads"):
+        GAACCache(
+            tiny_llama(hidden_size=68, num_attention_heads=17, num_key_value_heads=1).config,
+            max_tokens=100,
+        )
     config._attn_implementation = "eager"
     with pytest.raises(ValueError, match="sdpa"):
         GAACCache(config, max_tokens=100)

@@ -66,6 +66,12 @@ class StaticBlocks:
         return self._split()[4].view(2, self.rows)
 
     @property
+    def errors(self) -> torch.Tensor:
+        """int32 ``[2]``: blocks and tokens lost; whether attention was asked under a mask that it
+        could not honour."""
+        return self.memory[-2:]
+
+    @property
     def tables(self) -> torch.Tensor:
         """int32: ``state``, and all tables of :meth:`blocks`."""
         return self.memory[sum(_parts(self.sizes)[:4]) :]

@@ -99,10 +99,10 @@ def packed_attention(
             them): spares the causal mask.
         splits: programs that share a row's history; by default as many as fill the device.
         ring: token ``t`` is at ``t % capacity`` of the tail, capacity a multiple of 128.
-        lost: int32 ``[1]`` on the device, for errors that nobody else knows of. If it is not 0 the
-            whole output is NaN.
+        lost: int32 ``[2]`` on the device, for errors that nobody else knows of. If the first is not
+            0 the whole output is NaN.
         ends: int32 ``[batch]``, beside ``lost`` and ``starts``: a row whose entry is not its
-            length, or in ``starts`` is negative, gets NaN.
+            length, or in ``starts`` is negative, gets NaN, and the second of ``lost`` becomes 1.
 
     Returns:
         bf16 ``[batch, q_heads, q_tokens, head_dim]``, contiguous in ``[batch, q_tokens, q_heads,

@@ -340,8 +340,10 @@ def _merge_kernel(
         wrong = tl.load(lost_ptr) > 0
         if ENDS:
             batch = row // kv_heads
-            wrong = wrong | (tl.load(starts_ptr + batch) < 0)
-            wrong = wrong | (tl.load(ends + batch) != tl.load(lengths + batch))
+            unseen = tl.load(starts_ptr + batch) < 0
+            unseen = unseen | (tl.load(ends + batch) != tl.load(lengths + batch))
+            tl.store(lost_ptr + 1, 1, mask=unseen)
+            wrong = wrong | unseen
         result = tl.where(wrong, float("nan"), result)
     offset = (row // kv_heads).to(tl.int64) * stride_ob + q_head.to(tl.int64) * stride_oh
     offset += (column // group).to(tl.int64) * stride_ot
