@@ -1,0 +1,247 @@
+"""The draft face of one layer: kept tokens, as many as each head has, and an exact tail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ..compressors import Compressor
+from ..compressors.quantise import Quantised
+from .attention_view import SDPACall
+
+
+@dataclass(slots=True)
+class PackedHistory:
+    """The quantised part of a draft layer: ``counts[h]`` tokens of head ``h``, head after head."""
+
+    keys: Quantised
+    values: Quantised
+    counts: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+class DraftLayer:
+    """Compressed keys and values of one layer of one request, ready to be attended to.
+
+    Storage is ragged: head ``h`` has a segment of its own in one flat buffer, with its kept tokens
+    and spare rows behind them that the tail is written into, so that a head's keys are one piece of
+    memory and nothing is copied when the tail grows. Quantised tokens are held beside it and
+    decoded when attended to, or once (``hold_decoded``), which takes the memory of exact tokens.
+
+    Args:
+        keys, values: ``[1, kv_heads, tokens, head_dim]``: the exact states.
+        kept: by head, ascending positions (int64) of the tokens to keep.
+        compressor: its quantiser packs them, if it has one.
+        spare_tokens: rows for the tail at first; it grows.
+        hold_decoded: keep quantised tokens decoded as well.
+    """
+
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        kept: list[torch.Tensor],
+        compressor: Compressor,
+        *,
+        spare_tokens: int,
+        hold_decoded: bool,
+    ) -> None:
+        self.hold_decoded = hold_decoded
+        self.compressor = compressor
+        self.tail_tokens = 0
+        self.head_dims = keys.shape[-1], values.shape[-1]
+        self.packed: PackedHistory | None = None
+        pieces = [
+            (keys[0, head].index_select(0, index), values[0, head].index_select(0, index))
+            for head, index in enumerate(index.to(keys.device) for index in kept)
+        ]
+        pieces = self._quantise(pieces, keys.dtype, values.dtype)
+        self.counts = [piece[0].shape[0] for piece in pieces]
+        self._place(pieces, spare_tokens)
+
+    def _quantise(
+        self,
+        pieces: list[tuple[torch.Tensor, torch.Tensor]],
+        key_dtype: torch.dtype,
+        value_dtype: torch.dtype,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Packs what the quantiser takes of each head; returns what stays in the flat buffer."""
+        quantiser = self.compressor.quantiser
+        if quantiser is None:
+            return pieces
+        counts = [quantiser.packable(keys.shape[0]) for keys, _ in pieces]
+        if not sum(counts):
+            return pieces
+        joined = [
+            torch.cat([piece[part][:count] for piece, count in zip(pieces, counts, strict=True)])
+            for part in (0, 1)
+        ]
+        self.packed = PackedHistory(*quantiser.encode(*joined), counts)
+        if not self.hold_decoded:
+            return [
+                (keys[count:], values[count:])
+                for (keys, values), count in zip(pieces, counts, strict=True)
+            ]
+        decoded = self._decoded(key_dtype, value_dtype)
+        return [
+            (torch.cat([old[0], new[0][count:]]), torch.cat([old[1], new[1][count:]]))
+            for old, new, count in zip(decoded, pieces, counts, strict=True)
+        ]
+
+    def _decoded(
+        self, key_dtype: torch.dtype, value_dtype: torch.dtype
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        assert self.packed is not None
+        assert self.compressor.quantiser is not None
+        keys, values = self.compressor.quantiser.decode(
+            self.packed.keys, self.packed.values, key_dtype, self.head_dims
+        )
+        values = values.to(value_dtype)
+        return list(
+            zip(keys.split(self.packed.counts), values.split(self.packed.counts), strict=True)
+        )
+
+    def _place(self, pieces: list[tuple[torch.Tensor, torch.Tensor]], spare: int) -> None:
+        """Lays the segments out, each with ``spare`` rows behind it."""
+        self.capacity = spare
+        starts, total = [], 0
+        for keys, _ in pieces:
+            starts.append(total)
+            total += keys.shape[0] + spare
+        like_keys, like_values = pieces[0]
+        self.keys = like_keys.new_empty((total, self.head_dims[0]))
+        self.values = like_values.new_empty((total, self.head_dims[1]))
+        self.starts = starts
+        for start, (keys, values) in zip(starts, pieces, strict=True):
+            self.keys[start : start + keys.shape[0]] = keys
+            self.values[start : start + keys.shape[0]] = values
+        self._tail_rows = torch.tensor(
+            [start + count for start, count in zip(starts, self.counts, strict=True)],
+            device=self.keys.device,
+        )[:, None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the layer needs: codes, scales, exact tokens, the tail; not the spare rows,
+        and not the copy that ``hold_decoded`` makes."""
+        width = (
+            self.head_dims[0] * self.keys.element_size()
+            + self.head_dims[1] * self.values.element_size()
+        )
+        exact = sum(self.counts) + len(self.counts) * self.tail_tokens
+        if self.packed is not None and self.hold_decoded:
+            exact -= sum(self.packed.counts)
+        index = 8 * len(self.counts)  # where each head begins and how many tokens it has
+        return exact * width + index + (self.packed.nbytes if self.packed else 0)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of every tensor held, spare rows and decoded copies included."""
+        return self.keys.nbytes + self.values.nbytes + (self.packed.nbytes if self.packed else 0)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds exact tokens ``[1, kv_heads, new, head_dim]`` to the tail."""
+        new = keys.shape[2]
+        if self.tail_tokens + new > self.capacity:
+            self._grow(new)
+        rows = self._tail_rows + torch.arange(
+            self.tail_tokens, self.tail_tokens + new, device=self.keys.device
+        )
+        self.keys.index_copy_(0, rows.flatten(), keys[0].flatten(0, 1))
+        self.values.index_copy_(0, rows.flatten(), values[0].flatten(0, 1))
+        self.tail_tokens += new
+
+    def _grow(self, new: int) -> None:
+        pieces = [
+            (self.keys[start:stop].clone(), self.values[start:stop].clone())
+            for start, stop in self._segments()
+        ]
+        counts, tail = self.counts, self.tail_tokens
+        self.counts = [count + tail for count in counts]
+        self._place(pieces, max(2 * tail, tail + 4 * new) - tail)
+        # The tail is part of the segments now: rows are counted from behind the kept tokens again.
+        self.counts, self.capacity = counts, self.capacity + tail
+        self._tail_rows = self._tail_rows - tail
+
+    def cut_tail(self, tokens: int) -> None:
+        """Keeps the first ``tokens`` tokens of the tail."""
+        assert 0 <= tokens <= self.tail_tokens
+        self.tail_tokens = tokens
+
+    def _segments(self) -> list[tuple[int, int]]:
+        return [
+            (start, start + count + self.tail_tokens)
+            for start, count in zip(self.starts, self.counts, strict=True)
+        ]
+
+    def attend(self, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Attention ``[1, q_heads, new, head_dim]`` of the tail's newest ``new`` tokens, causal
+        among themselves, over everything before."""
+        heads, new = len(self.counts), query.shape[2]
+        grouped = query[0].unflatten(0, (heads, -1))  # [kv_heads, group, new, head_dim]
+        if len(set(self.counts)) == 1 and (self.packed is None or self.hold_decoded):
+            tokens = self.counts[0] + self.tail_tokens
+            keys, values = (
+                states.view(heads, -1, states.shape[-1])[:, :tokens]
+                for states in (self.keys, self.values)
+            )
+            return _attend(grouped, keys, values, scale).flatten(0, 1)[None]
+        decoded = None
+        if self.packed is not None and not self.hold_decoded:
+            decoded = self._decoded(self.keys.dtype, self.values.dtype)
+        outputs = []
+        for head, (start, stop) in enumerate(self._segments()):
+            keys, values = self.keys[start:stop], self.values[start:stop]
+            if decoded is not None:
+                keys = torch.cat([decoded[head][0], keys])
+                values = torch.cat([decoded[head][1], values])
+            outputs.append(_attend(grouped[head][None], keys[None], values[None], scale))
+        return torch.cat(outputs).flatten(0, 1)[None]
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """``query`` ``[heads, group, new, d]`` over ``keys``, ``values`` ``[heads, tokens, d]``."""
+    heads, group, new, _ = query.shape
+    if new == 1:  # a group's queries are as good as tokens
+        out = F.scaled_dot_product_attention(
+            query.transpose(1, 2), keys[:, None], values[:, None], scale=scale
+        )
+        return out.transpose(1, 2)
+    tokens = keys.shape[1]
+    token = torch.arange(tokens, device=keys.device)
+    mask = token <= token[tokens - new :, None]
+    keys, values = (states[:, None].expand(-1, group, -1, -1) for states in (keys, values))
+    return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale)
+
+
+class DraftStates:
+    """What attention is told of a draft layer: as many tokens as the text has."""
+
+    def __init__(
+        self, layer: DraftLayer, keys: torch.Tensor, values: torch.Tensor, tokens: int
+    ) -> None:
+        batch, heads, new, _ = keys.shape
+        self.layer, self.like, self.new_tokens = layer, (keys, values), new
+        self.shapes = (
+            torch.Size((batch, heads, tokens, keys.shape[-1])),
+            torch.Size((batch, heads, tokens, values.shape[-1])),
+        )
+
+    def attend(self, query: torch.Tensor, call: SDPACall) -> torch.Tensor:
+        # The mask says what the draft face has by construction: padding is not kept, and the new
+        # tokens see each other causally. What a model hides beyond that, a draft may see.
+        return self.layer.attend(query, call.scale)
+
+    def dense(self, part: int) -> torch.Tensor:
+        raise RuntimeError(
+            "the draft face answers scaled_dot_product_attention only, and something else was "
+            "asked of its keys or values; draft under sdpa attention: "
+            "model.set_attn_implementation('sdpa')"
+        )
