@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -134,8 +136,8 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
         if not self.decoding and key_states.shape[2] == 1 and self.get_seq_length():
             notice_once(
                 "SpeculativeKVCache decodes without drafts here, as an exact offloaded cache that "
-                "moves everything for each token: pass custom_generate=draft_verify to generate, or "
-                "call hf_kvcodecs.enable(model) once."
+                "moves everything for each token: pass custom_generate=draft_verify to "
+                "generate, or call hf_kvcodecs.enable(model) once."
             )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -164,15 +166,49 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
                 back (linear attention).
         """
         self._check_draftable()
-        if any(layer.draft is None for layer in self.own_layers):
+        if self.needs_compression:
             self.compress()
         self.faces.prefetch()
+        self._set_others_aside()
+        self.faces.face = "draft"
+
+    @property
+    def needs_compression(self) -> bool:
+        """Whether there is no draft face yet, or its exact tail has grown too long."""
+        return any(
+            layer.draft is None or layer.draft.tail_tokens > self.faces.refresh_tokens
+            for layer in self.own_layers
+        )
+
+    @property
+    def repeated_tokens(self) -> int:
+        """Tokens that :meth:`repeating` has covered, and the padding before them."""
+        covered = [0 if x.observed is None else x.observed.shape[1] for x in self.own_layers]
+        return max(min(covered, default=0), self.faces.padding)
+
+    @contextlib.contextmanager
+    def repeating(self, start: int, stop: int) -> Iterator[None]:
+        """Within it, a forward over a repetition of tokens ``start .. stop - 1`` is watched, and
+        forgotten afterwards."""
+        self.faces.face, self.faces.verifying = "full", False
+        before = self.get_seq_length()
+        self._set_others_aside()
+        self.faces.repeating = start, stop
+        try:
+            yield
+        finally:
+            for layer in self.own_layers:
+                layer.crop(before - layer.get_seq_length())
+            self.faces.repeating = None
+            self._restore_others()
+            self._kept_aside = {}
+
+    def _set_others_aside(self) -> None:
         self._kept_aside = {
             index: copy.copy(layer)
             for index, layer in enumerate(self.layers)
             if not isinstance(layer, SpeculativeLayer)
         }
-        self.faces.face = "draft"
 
     def _check_draftable(self) -> None:
         if not self.get_seq_length():
@@ -254,6 +290,18 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
             raise ValueError("no report yet: generate with custom_generate=draft_verify first")
         return self.last_report
 
+    def face_bytes(self) -> tuple[int, int, int]:
+        """Bytes of the draft face (its tail counted), of the exact face as it crosses the link, and
+        of as many tokens in transformers' own cache."""
+        draft = full = dense = 0
+        for layer in self.own_layers:
+            draft += layer.draft.nbytes if layer.draft is not None else 0
+            full += self.faces.store.layer_nbytes(layer.index)
+            if layer.like is not None:
+                rows = layer.batch * layer.kv_heads * layer.held
+                dense += rows * sum(x.shape[3] * x.element_size() for x in layer.like)
+        return draft, full, dense
+
     def row(self, index: int) -> SpeculativeKVCache:
         """A copy of one row of the batch, as a cache of its own."""
         row = copy.deepcopy(self)
@@ -263,14 +311,15 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
     def join(self, rows: list[SpeculativeKVCache]) -> None:
         """Takes the contents of ``rows``, all of the same length, as its batch."""
         for index, layer in enumerate(self.layers):
-            parts = [row.layers[index] for row in rows]
+            parts: list[Any] = [row.layers[index] for row in rows]
             if isinstance(layer, SpeculativeLayer):
                 layer.join(parts)
-            elif getattr(layer, "keys", None) is not None:
-                layer.keys = torch.cat([part.keys for part in parts])
-                layer.values = torch.cat([part.values for part in parts])
-                if hasattr(layer, "cumulative_length"):
-                    layer.cumulative_length = parts[0].cumulative_length
+            elif getattr(parts[0], "keys", None) is not None:
+                joined: Any = copy.copy(parts[0])
+                joined.keys = torch.cat([part.keys for part in parts])
+                joined.values = torch.cat([part.values for part in parts])
+                self.layers[index] = joined
+        self.faces.padding = 0
 
     def __repr__(self) -> str:
         own = len(self.own_layers)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..compressors import Compressor, LayerStates
+from ..compressors import Compressor, LayerStates, repetition_attention
 from ..errors import CacheMisuseError
 from ..store.full import FullStore
 from ..store.streaming import LayerStream, stream_for
@@ -30,7 +30,7 @@ class Faces:
         verifying: the next forward's tokens are provisional until they are committed.
         attention: the attention implementation of the model that is calling.
         padding: tokens at the left of the (single) row that are no text.
-        observed: by layer, what KVzip's repetition of the context saw.
+        repeating: the part of the context that the model is repeating, None otherwise.
     """
 
     compressor: Compressor
@@ -42,6 +42,7 @@ class Faces:
     verifying: bool = False
     attention: str | None = None
     padding: int = 0
+    repeating: tuple[int, int] | None = None
     streams: dict[torch.device, LayerStream] = field(default_factory=dict)
 
     def stream(self, device: torch.device) -> LayerStream:
@@ -75,7 +76,8 @@ class Faces:
     @property
     def watches(self) -> bool:
         """Whether queries are recorded."""
-        return self.compressor.window_tokens > 0 and self.attention in WATCHABLE
+        wanted = self.compressor.window_tokens > 0 or self.repeating is not None
+        return wanted and self.attention in WATCHABLE
 
     def compress(self, layers: list[SpeculativeLayer]) -> None:
         """Makes the draft face of every layer."""
@@ -182,7 +184,7 @@ class SpeculativeLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if self.faces.verifying:
             self.fresh = key_states, value_states
-        else:
+        elif self.faces.repeating is None:
             self.draft = None  # it does not know these tokens
         keys, values = self.stream.extend(self.index, key_states, value_states)
         if not self.faces.watches:
@@ -214,10 +216,20 @@ class SpeculativeLayer(CacheLayerMixin):
     def _watch(self, query: torch.Tensor, keys: torch.Tensor, scale: float | None) -> None:
         """Keeps the newest queries, as many as the compressor wants to see."""
         self.scale = scale
-        if self.faces.verifying:
+        if self.faces.repeating is not None:
+            self._observe(query, keys, *self.faces.repeating)
+        elif self.faces.verifying:
             self._fresh_queries = query.clone()  # not all of them may stay
         else:
             self._add_queries(query)
+
+    def _observe(self, query: torch.Tensor, keys: torch.Tensor, start: int, stop: int) -> None:
+        """Notes what a repetition of tokens ``start .. stop - 1`` attends to."""
+        context = keys.shape[2] - query.shape[2]
+        seen = repetition_attention(query[0], keys[0], start, stop, context, self.scale)
+        if self.observed is None:
+            self.observed = seen.new_zeros((seen.shape[0], start))
+        self.observed = torch.cat([self.observed[:, :start], seen], dim=1)
 
     def _add_queries(self, queries: torch.Tensor) -> None:
         window = self.faces.compressor.window_tokens
@@ -243,7 +255,7 @@ class SpeculativeLayer(CacheLayerMixin):
                 values=values[0, :, pad:],
                 queries=queries,
                 scale=self.scale,
-                observed=self.observed,
+                observed=None if self.observed is None else self.observed[:, pad:],
             )
         )
 
@@ -305,12 +317,16 @@ class SpeculativeLayer(CacheLayerMixin):
             return
         removed = min(-tokens_to_remove, self.held)
         self.faces.store.crop(self.index, self.held - removed)
+        if self.faces.repeating is not None:  # what is taken back was never in the draft face
+            return
         if self.draft is not None and removed <= self.draft.tail_tokens:
             self.draft.cut_tail(self.draft.tail_tokens - removed)
         else:
             self.draft = None
         if self.queries is not None:
             self.queries = self.queries[:, :, : max(self.queries.shape[2] - removed, 0)]
+        if self.observed is not None:
+            self.observed = self.observed[:, : self.held]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps rows ``indices`` (int64 or bool) of the batch, in that order."""
@@ -326,7 +342,7 @@ class SpeculativeLayer(CacheLayerMixin):
         self.like = self.like[0].index_select(0, here), self.like[1].index_select(0, here)
         if self.queries is not None:
             self.queries = self.queries.index_select(0, here)
-        self.draft = None
+        self.draft = self.observed = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -350,7 +366,7 @@ class SpeculativeLayer(CacheLayerMixin):
             self.queries = torch.cat(
                 [row.queries[:, :, -newest:] for row in rows if row.queries is not None]
             )
-        self.draft = None
+        self.draft = self.observed = None
 
     def offload(self) -> None:
         """Nothing to do: the exact face is offloaded already."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .base import BUDGETS, Compressor, Dropper, LayerStates, Scorer
 from .expected_attention import ExpectedAttention
 from .knorm import Knorm
-from .kvzip import KVzip
+from .kvzip import KVzip, repetition_attention
 from .quantise import KIVI, Quantiser, Rotated
 from .snapkv import SnapKV
 from .streaming_llm import StreamingLLM
@@ -29,6 +29,7 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "compressor_for",
+    "repetition_attention",
 ]
 
 SCORERS: dict[str, type[Scorer]] = {

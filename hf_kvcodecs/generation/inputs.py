@@ -35,8 +35,8 @@ class RowInputs:
             self.padding = int((self.mask[0] == 0).sum())
             if self.padding and bool(self.mask[0, : self.padding].any()):
                 raise ValueError(
-                    "attention_mask: expected padding at the left only, got zeros between or behind "
-                    "tokens; set tokenizer.padding_side = 'left'"
+                    "attention_mask: expected padding at the left only, got zeros between or "
+                    "behind tokens; set tokenizer.padding_side = 'left'"
                 )
         self.shift = -self.padding  # position = index of the token + shift
         positions = model_kwargs.get("position_ids")
@@ -47,10 +47,11 @@ class RowInputs:
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
 
-    def forward(self, ids: torch.Tensor, start: int) -> torch.Tensor:
-        """Logits ``[1, new, vocab]`` of the tokens ``ids`` ``[1, new]``, the first of which is the
-        row's ``start``-th (padding counted)."""
+    def forward(self, ids: torch.Tensor, start: int, keep: int | None = None) -> torch.Tensor:
+        """Logits ``[1, keep, vocab]`` of the last ``keep`` (all if None) of the tokens ``ids``
+        ``[1, new]``, the first of which is the row's ``start``-th (padding counted)."""
         new = ids.shape[1]
+        keep = keep or new
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True, "return_dict": True}
         if self.mask is not None:
             known = self.mask[:, :start]
@@ -60,7 +61,7 @@ class RowInputs:
             first = start + self.shift
             inputs["position_ids"] = torch.arange(first, first + new, device=ids.device)[None]
         if self.takes_logits_to_keep:
-            inputs["logits_to_keep"] = new
+            inputs["logits_to_keep"] = keep
         options = self.options | inputs | {CACHE_ARGUMENT: self.cache}
         logits: torch.Tensor = self.model(**options).logits
-        return logits[:, -new:]
+        return logits[:, -keep:]

@@ -15,6 +15,7 @@ from .candidate_generator import Draft, SameModelCandidateGenerator
 from .choice import against_draft, draw
 from .draft_length import draft_length
 from .inputs import RowInputs
+from .repetition import repeat_context
 
 
 class RowDecoder:
@@ -93,7 +94,17 @@ class RowDecoder:
         kept = tuple(self.scores) if self.scores is not None else None
         self.finished = bool(self.criteria(self.ids, kept).all())
 
+    def _prepare(self) -> None:
+        """Compresses the cache (anew) where a draft needs it."""
+        if not self.cache.needs_compression:
+            return
+        began = time.perf_counter()
+        repeat_context(self.inputs, self.ids)
+        self.cache.compress()
+        self.report.compress_seconds += time.perf_counter() - began
+
     def _round(self) -> None:
+        self._prepare()
         began = time.perf_counter()
         # The verifier adds a token of its own, so one draft less than may still come is enough.
         room = self.max_length - self.ids.shape[1] - 1
@@ -120,8 +131,8 @@ class RowDecoder:
         return self.generator.draft(self.ids)
 
     def _accept(self, draft: Draft, logits: torch.Tensor) -> tuple[int, int]:
-        """Emits tokens by the verifier's ``logits`` ``[1, drafted + 1, vocab]`` up to the first that
-        is not the draft's; returns how many, and how many of them were drafted."""
+        """Emits tokens by the verifier's ``logits`` ``[1, drafted + 1, vocab]`` up to the first
+        that is not the draft's; returns how many, and how many of them were drafted."""
         drafted = draft.tokens.shape[1]
         for index in range(drafted + 1):
             raw = logits[:, index]
@@ -136,3 +147,21 @@ class RowDecoder:
             if not choice.accepted or self.finished:
                 return index + 1, index + choice.accepted
         raise AssertionError("the last token has no draft")
+
+    def pad_to(self, tokens: int, pad_token_id: int) -> None:
+        """Has the model read padding behind a row that ended early, as plain ``generate`` does
+        until the last row ends."""
+        missing = tokens - self.ids.shape[1]
+        if not missing:
+            return
+        start = self.ids.shape[1] - 1
+        pads = self.ids.new_full((1, missing), pad_token_id)
+        read = torch.cat([self.ids[:, -1:], pads[:, :-1]], dim=1)
+        logits = self.inputs.forward(read, start).float()
+        for index in range(missing):
+            raw = logits[:, index]
+            if self.scores is not None:
+                self.scores.append(self.processor(self.ids, raw.clone()))
+            if self.logits is not None:
+                self.logits.append(raw)
+            self.ids = torch.cat([self.ids, pads[:, :1]], dim=1)
