@@ -1,4 +1,4 @@
-"""``AttentionView``: what ``update`` returns where attention itself is to be watched or replaced."""
+"""``AttentionView``: what ``update`` returns where attention is to be watched or replaced."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ class WatchedStates:
     Args:
         keys, values: ``[batch, kv_heads, tokens, head_dim]``.
         new_tokens: how many of the newest tokens ask.
-        watch: called with the queries ``[batch, q_heads, new_tokens, head_dim]``, the keys and the
-            scale, before attention runs.
+        watch: called with the queries ``[batch, q_heads, new_tokens, head_dim]`` and the scale,
+            before attention runs.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class WatchedStates:
         keys: torch.Tensor,
         values: torch.Tensor,
         new_tokens: int,
-        watch: Callable[[torch.Tensor, torch.Tensor, float | None], None],
+        watch: Callable[[torch.Tensor, float | None], None],
     ) -> None:
         self.like = keys, values
         self.shapes = keys.shape, values.shape
@@ -181,7 +181,7 @@ class WatchedStates:
 
     def attend(self, query: torch.Tensor, call: SDPACall) -> torch.Tensor:
         keys, values = self.like
-        self._watch(query, keys, call.scale)
+        self._watch(query, call.scale)
         mask = call.attn_mask
         groups = query.shape[1] // keys.shape[1]
         if groups > 1 and not call.enable_gqa:

@@ -129,10 +129,11 @@ class DraftLayer:
     def nbytes(self) -> int:
         """Bytes that the layer needs: codes, scales, exact tokens, the tail; not the spare rows,
         and not the copy that ``hold_decoded`` makes."""
-        width = (
-            self.head_dims[0] * self.keys.element_size()
-            + self.head_dims[1] * self.values.element_size()
-        )
+        return self.nbytes_at(self.keys.element_size(), self.values.element_size())
+
+    def nbytes_at(self, key_bytes: int, value_bytes: int) -> int:
+        """:attr:`nbytes` if an exact number took so many bytes."""
+        width = self.head_dims[0] * key_bytes + self.head_dims[1] * value_bytes
         exact = sum(self.counts) + len(self.counts) * self.tail_tokens
         if self.packed is not None and self.hold_decoded:
             exact -= sum(self.packed.counts)
@@ -182,7 +183,7 @@ class DraftLayer:
     def attend(self, query: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Attention ``[1, q_heads, new, head_dim]`` of the tail's newest ``new`` tokens, causal
         among themselves, over everything before."""
-        heads, new = len(self.counts), query.shape[2]
+        heads = len(self.counts)
         grouped = query[0].unflatten(0, (heads, -1))  # [kv_heads, group, new, head_dim]
         if len(set(self.counts)) == 1 and (self.packed is None or self.hold_decoded):
             tokens = self.counts[0] + self.tail_tokens
@@ -208,7 +209,7 @@ def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     """``query`` ``[heads, group, new, d]`` over ``keys``, ``values`` ``[heads, tokens, d]``."""
-    heads, group, new, _ = query.shape
+    _, group, new, _ = query.shape
     if new == 1:  # a group's queries are as good as tokens
         out = F.scaled_dot_product_attention(
             query.transpose(1, 2), keys[:, None], values[:, None], scale=scale

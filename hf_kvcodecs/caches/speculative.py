@@ -239,6 +239,7 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
         self.drop_drafts()
         self._verified = {}
         self.faces.face, self.faces.verifying = "full", True
+        self.faces.rounds += 1
 
     def commit(self, accepted: int, new_tokens: int) -> None:
         """Ends a round: of the ``new_tokens`` tokens just verified the first ``accepted`` stay, in
@@ -248,7 +249,8 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
         self._restore_others()
         for index, (keys, values) in self._verified.items():
             if accepted:
-                self.layers[index].update(keys[:, :, :accepted], values[:, :, :accepted])
+                other: Any = self.layers[index]
+                other.update(keys[:, :, :accepted], values[:, :, :accepted])
         self._verified, self._kept_aside = {}, {}
         self.faces.verifying = False
 
@@ -278,7 +280,7 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
     def dense(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Exact keys and values ``[batch, kv_heads, tokens, head_dim]`` of one layer, as copies of
         your own on the CPU."""
-        layer = self.layers[layer_idx]
+        layer: Any = self.layers[layer_idx]
         if isinstance(layer, SpeculativeLayer):
             keys, values = self.faces.store.read(layer_idx)
             return keys.clone(), values.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Faces:
     refresh_tokens: int
     face: str = "full"
     verifying: bool = False
+    rounds: int = 0
     attention: str | None = None
     padding: int = 0
     repeating: tuple[int, int] | None = None
@@ -64,6 +66,12 @@ class Faces:
         self.drop()
         self.store.clear()
         self.face, self.verifying, self.padding = "full", False, 0
+
+    @property
+    def reselecting(self) -> bool:
+        """Whether this verification chooses anew what the draft face keeps."""
+        every = self.compressor.reselect_rounds
+        return every is not None and self.rounds % every == 0
 
     @property
     def bytes_read(self) -> int:
@@ -120,6 +128,9 @@ class SpeculativeLayer(CacheLayerMixin):
         self.scale: float | None = None
         self.observed: torch.Tensor | None = None
         self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None  # being verified
+        self.previous: torch.Tensor | None = None  # scores of the tokens before, if remembered
+        self.parts: list[float] = []  # of its tokens that each head keeps
+        self._reselected: DraftLayer | None = None
         self._fresh_queries: torch.Tensor | None = None
 
     @property
@@ -189,7 +200,8 @@ class SpeculativeLayer(CacheLayerMixin):
         keys, values = self.stream.extend(self.index, key_states, value_states)
         if not self.faces.watches:
             return keys, values
-        return views(WatchedStates(keys, values, key_states.shape[2], self._watch))
+        watch = partial(self._watch, keys, values)
+        return views(WatchedStates(keys, values, key_states.shape[2], watch))
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if keys.requires_grad and torch.is_grad_enabled():
@@ -213,13 +225,21 @@ class SpeculativeLayer(CacheLayerMixin):
             if given != held:
                 self.like = None
 
-    def _watch(self, query: torch.Tensor, keys: torch.Tensor, scale: float | None) -> None:
+    def _watch(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        query: torch.Tensor,
+        scale: float | None,
+    ) -> None:
         """Keeps the newest queries, as many as the compressor wants to see."""
         self.scale = scale
         if self.faces.repeating is not None:
             self._observe(query, keys, *self.faces.repeating)
         elif self.faces.verifying:
             self._fresh_queries = query.clone()  # not all of them may stay
+            if self.faces.reselecting and self.draft is not None:
+                self._reselect(keys, values, query)
         else:
             self._add_queries(query)
 
@@ -231,6 +251,12 @@ class SpeculativeLayer(CacheLayerMixin):
             self.observed = seen.new_zeros((seen.shape[0], start))
         self.observed = torch.cat([self.observed[:, :start], seen], dim=1)
 
+    def watch_verified(self, query: torch.Tensor) -> None:
+        """What attention would show of the tokens being verified: their queries
+        ``[1, q_heads, new, head_dim]``."""
+        keys, values = self.stream.load(self.index)
+        self._watch(keys, values, query, self.scale)
+
     def _add_queries(self, queries: torch.Tensor) -> None:
         window = self.faces.compressor.window_tokens
         newest = queries[:, :, -window:]
@@ -241,28 +267,46 @@ class SpeculativeLayer(CacheLayerMixin):
 
     def score(self) -> torch.Tensor | None:
         """The compressor's scores ``[kv_heads, tokens]`` of the single row, padding left out."""
-        compressor = self.faces.compressor
-        if compressor.dropper is None:
+        if self.faces.compressor.dropper is None:
             return None
         keys, values = self.stream.load(self.index)
-        pad = self.faces.padding
-        queries = None if self.queries is None else self.queries[0]
+        return self._scores(keys, values, self.queries)
+
+    def _scores(
+        self, keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor | None
+    ) -> torch.Tensor:
+        pad, compressor = self.faces.padding, self.faces.compressor
+        assert compressor.dropper is not None
+        scorer = compressor.dropper.scorer
         if queries is not None:
-            queries = queries[:, -(keys.shape[2] - pad) :]
-        return compressor.score(
+            window = min(scorer.window_tokens, keys.shape[2] - pad)
+            queries = queries[0, :, queries.shape[2] - window :]
+        scores = scorer.score(
             LayerStates(
                 keys=keys[0, :, pad:],
                 values=values[0, :, pad:],
                 queries=queries,
                 scale=self.scale,
                 observed=None if self.observed is None else self.observed[:, pad:],
+                previous=self.previous,
             )
         )
+        if scorer.remembers:
+            self.previous = scores
+        return scores
 
     def compress(self, kept: list[torch.Tensor]) -> None:
         """Makes the draft face of the tokens at ``kept`` (by head)."""
         keys, values = self.stream.load(self.index)
-        self.draft = DraftLayer(
+        self.draft = self._draft_of(keys, values, kept)
+        self.drafted = 0
+        text = max(self.held - self.faces.padding, 1)
+        self.parts = [index.shape[0] / text for index in kept]
+
+    def _draft_of(
+        self, keys: torch.Tensor, values: torch.Tensor, kept: list[torch.Tensor]
+    ) -> DraftLayer:
+        return DraftLayer(
             keys,
             values,
             kept,
@@ -270,7 +314,23 @@ class SpeculativeLayer(CacheLayerMixin):
             spare_tokens=self.faces.refresh_tokens + SPARE_TOKENS,
             hold_decoded=self.faces.hold_decoded,
         )
-        self.drafted = 0
+
+    def _reselect(self, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor) -> None:
+        """Chooses what to keep anew, of the tokens before those being verified."""
+        dropper = self.faces.compressor.dropper
+        assert dropper is not None
+        known, pad = keys.shape[2] - query.shape[2], self.faces.padding
+        queries = query if self.queries is None else torch.cat([self.queries, query], dim=2)
+        scores = self._scores(keys, values, queries)[:, : known - pad]
+        if self.previous is not None:
+            self.previous = self.previous[:, : known - pad]
+        kept = [index + pad for index in dropper.reselect(scores.clone(), self.parts)]
+        self._reselected = self._draft_of(keys, values, kept)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes on the device beside the draft face: scores that are remembered."""
+        return self.previous.nbytes if self.previous is not None else 0
 
     def cut_drafts(self, tokens: int) -> None:
         """Keeps the first ``tokens`` of the drafted tokens."""
@@ -283,6 +343,8 @@ class SpeculativeLayer(CacheLayerMixin):
         assert self.fresh is not None
         keys, values = (part[:, :, :accepted] for part in self.fresh)
         self.faces.store.crop(self.index, self.held - new_tokens + accepted)
+        if self._reselected is not None:
+            self.draft, self._reselected = self._reselected, None
         if self.draft is not None and accepted:
             self.draft.append(keys, values)
         if self._fresh_queries is not None and accepted:
@@ -303,6 +365,7 @@ class SpeculativeLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.faces.store.crop(self.index, 0)
         self.like = self.draft = self.queries = self.observed = self.fresh = None
+        self.previous = self._reselected = None
         self.drafted = 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -327,6 +390,8 @@ class SpeculativeLayer(CacheLayerMixin):
             self.queries = self.queries[:, :, : max(self.queries.shape[2] - removed, 0)]
         if self.observed is not None:
             self.observed = self.observed[:, : self.held]
+        if self.previous is not None:
+            self.previous = self.previous[:, : max(self.held - self.faces.padding, 0)]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps rows ``indices`` (int64 or bool) of the batch, in that order."""
@@ -342,7 +407,7 @@ class SpeculativeLayer(CacheLayerMixin):
         self.like = self.like[0].index_select(0, here), self.like[1].index_select(0, here)
         if self.queries is not None:
             self.queries = self.queries.index_select(0, here)
-        self.draft = self.observed = None
+        self.draft = self.observed = self.previous = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -366,7 +431,7 @@ class SpeculativeLayer(CacheLayerMixin):
             self.queries = torch.cat(
                 [row.queries[:, :, -newest:] for row in rows if row.queries is not None]
             )
-        self.draft = self.observed = None
+        self.draft = self.observed = self.previous = None
 
     def offload(self) -> None:
         """Nothing to do: the exact face is offloaded already."""

@@ -7,6 +7,7 @@ from .expected_attention import ExpectedAttention
 from .knorm import Knorm
 from .kvzip import KVzip, repetition_attention
 from .quantise import KIVI, Quantiser, Rotated
+from .reselect import Reselect
 from .snapkv import SnapKV
 from .streaming_llm import StreamingLLM
 from .tova import TOVA
@@ -24,6 +25,7 @@ __all__ = [
     "Knorm",
     "LayerStates",
     "Quantiser",
+    "Reselect",
     "Rotated",
     "Scorer",
     "SnapKV",

@@ -22,6 +22,8 @@ class LayerStates:
         queries: ``[q_heads, window, head_dim]``, those of the newest ``window`` tokens; None for
             scorers that ask for none.
         scale: what attention multiplies the products with; None for ``head_dim ** -0.5``.
+        previous: float32 ``[kv_heads, older]``, the scores of older tokens when they were scored
+            last; None at first, and unless ``remembers``.
         observed: float32 ``[kv_heads, tokens]``, the largest attention that each token received
             while the model repeated its context; None unless ``repeats_context``.
     """
@@ -31,6 +33,7 @@ class LayerStates:
     queries: torch.Tensor | None = None
     scale: float | None = None
     observed: torch.Tensor | None = None
+    previous: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,7 @@ class Scorer(ABC):
     name: ClassVar[str]
     window_tokens: ClassVar[int] = 0  # newest queries that `score` wants
     repeats_context: ClassVar[bool] = False  # wants `observed`, for which the model reads twice
-    shared_by_heads: ClassVar[bool] = False  # the same tokens for every head of a layer
+    remembers: ClassVar[bool] = False  # wants `previous`
 
     @abstractmethod
     def score(self, states: LayerStates) -> torch.Tensor:
@@ -61,11 +64,12 @@ def window_attention(states: LayerStates) -> torch.Tensor:
     heads, tokens, head_dim = states.keys.shape
     window = states.queries.shape[1]
     queries = states.queries.float().unflatten(0, (heads, -1))  # [kv_heads, group, window, d]
-    scale = head_dim**-0.5 if states.scale is None else states.scale
+    scale = float(head_dim) ** -0.5 if states.scale is None else states.scale
     logits = queries @ states.keys.float()[:, None].transpose(-1, -2) * scale
     own = torch.arange(tokens - window, tokens, device=logits.device)[:, None]
     later = torch.arange(tokens, device=logits.device) > own
-    return logits.masked_fill(later, float("-inf")).softmax(-1)
+    attention: torch.Tensor = logits.masked_fill(later, float("-inf")).softmax(-1)
+    return attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +134,17 @@ class Dropper:
             ]
         return [[head.nonzero().flatten() for head in mask] for mask in masks]
 
+    def reselect(self, score: torch.Tensor, parts: list[float]) -> list[torch.Tensor]:
+        """The positions to keep in one layer, by head, if head ``h`` keeps ``parts[h]`` of its
+        tokens: how a selection is renewed without changing what each head gets."""
+        tokens = score.shape[1]
+        counts = [max(1, min(round(part * tokens), tokens)) for part in parts]
+        score = self._with_certain_tokens(score)
+        return [
+            _largest(head, count).nonzero().flatten()
+            for head, count in zip(score, counts, strict=True)
+        ]
+
     def _share(self, score: torch.Tensor) -> int:
         """Tokens that ``score`` ``[kv_heads, tokens]`` may keep; at least one a head."""
         heads, tokens = score.shape
@@ -168,13 +183,21 @@ class Compressor:
     Args:
         dropper: which tokens stay; None keeps all.
         quantiser: how those are stored; None stores them as they are.
+        reselect_rounds: every so many verifications the tokens to keep are chosen anew, by the
+            verifier's own attention, while its keys and values are at hand; None never does.
     """
 
     dropper: Dropper | None = None
     quantiser: Quantiser | None = None
+    reselect_rounds: int | None = None
     name: str = field(default="")
 
     def __post_init__(self) -> None:
+        if self.reselect_rounds is not None and (self.reselect_rounds < 1 or not self.dropper):
+            raise ValueError(
+                f"reselect_rounds: expected None, or at least 1 beside a dropper, got "
+                f"{self.reselect_rounds!r}"
+            )
         if not self.name:
             parts = [self.dropper.scorer.name] if self.dropper else []
             parts += [self.quantiser.name] if self.quantiser else []

@@ -38,4 +38,5 @@ class ExpectedAttention(Scorer):
         spread = (centred @ keys.transpose(-1, -2) * scale).square().mean(-2)
         logits = (mean @ keys.transpose(-1, -2)).squeeze(-2) * scale + spread / 2
         attention = logits.softmax(-1).mean(1)
-        return attention * states.values.float().norm(dim=-1)
+        score: torch.Tensor = attention * states.values.float().norm(dim=-1)
+        return score

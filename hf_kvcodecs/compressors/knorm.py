@@ -17,4 +17,5 @@ class Knorm(Scorer):
     name: ClassVar[str] = "knorm"
 
     def score(self, states: LayerStates) -> torch.Tensor:
-        return -states.keys.float().norm(dim=-1)
+        norm: torch.Tensor = states.keys.float().norm(dim=-1)
+        return -norm

@@ -73,7 +73,7 @@ def repetition_attention(
     scale = head_dim**-0.5 if scale is None else scale
     token = torch.arange(new, device=keys.device)
     later = token > token[:, None]
-    best = None
+    best: torch.Tensor | None = None
     # A head's group of queries at a time: the products are the largest tensor here.
     for query in grouped.unbind(1):
         logits = query @ chosen.transpose(-1, -2) * scale  # [kv_heads, new, chosen]

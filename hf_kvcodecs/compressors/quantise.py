@@ -156,10 +156,10 @@ class KIVI(Quantiser):
 class Rotated(Quantiser):
     """Keys and values rotated by a Hadamard matrix, then quantised per token.
 
-    The rotation spreads outlier channels over all of them, so that one scale a token will do (QuaRot,
-    arXiv 2404.00456; RotateKV, arXiv 2501.16383, which rotates keys before rotary positions; this
-    rotates what the cache holds). Widths that are no power of two are rotated in blocks of the
-    largest power of two that divides them.
+    The rotation spreads outlier channels over all of them, so that one scale a token will do
+    (QuaRot, arXiv 2404.00456; RotateKV, arXiv 2501.16383, which rotates keys before rotary
+    positions; this rotates what the cache holds). Widths that are no power of
+    two are rotated in blocks of the largest power of two that divides them.
     """
 
     name: ClassVar[str] = "rotate"
@@ -192,4 +192,5 @@ def hadamard(states: torch.Tensor) -> torch.Tensor:
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         out = torch.stack([low + high, low - high], dim=-2).flatten(-3)
         half *= 2
-    return (out * block**-0.5).flatten(-2)
+    scaled: torch.Tensor = out * float(block) ** -0.5
+    return scaled.flatten(-2)

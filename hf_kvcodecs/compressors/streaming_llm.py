@@ -15,7 +15,6 @@ class StreamingLLM(Scorer):
     """Newer tokens matter more; the dropper's sinks do the rest (arXiv 2309.17453)."""
 
     name: ClassVar[str] = "streaming_llm"
-    shared_by_heads: ClassVar[bool] = True
 
     def score(self, states: LayerStates) -> torch.Tensor:
         heads, tokens, _ = states.keys.shape

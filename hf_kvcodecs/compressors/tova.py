@@ -16,7 +16,6 @@ class TOVA(Scorer):
 
     name: ClassVar[str] = "tova"
     window_tokens: ClassVar[int] = 1
-    shared_by_heads: ClassVar[bool] = True
 
     def score(self, states: LayerStates) -> torch.Tensor:
         attention = window_attention(states)[:, :, -1]

@@ -42,7 +42,7 @@ class AssistantProposer(CandidateGenerator):
         self._cache = DynamicCache(config=model.config)
         self._read: torch.Tensor | None = None  # [1, n]: the text that the assistant's cache holds
 
-    def get_candidates(
+    def get_candidates(  # type: ignore[override]  # releases differ in what they declare
         self, input_ids: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``input_ids`` ``[1, tokens]`` with proposals behind them, and no scores."""
@@ -51,9 +51,7 @@ class AssistantProposer(CandidateGenerator):
         for _ in range(self.tokens):
             known = 0 if self._read is None else self._read.shape[1]
             with torch.no_grad():
-                out = self.model(
-                    text[:, known:], use_cache=True, **{CACHE_ARGUMENT: self._cache}
-                )
+                out = self.model(text[:, known:], use_cache=True, **{CACHE_ARGUMENT: self._cache})
             self._read = text
             text = torch.cat([text, out.logits[:, -1:].argmax(-1)], dim=1)
         proposed = text[:, input_ids.shape[1] - self.padding :].to(input_ids.device)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..caches.speculative import SpeculativeKVCache
@@ -49,12 +49,12 @@ class SameModelCandidateGenerator(CandidateGenerator):
     def __init__(
         self,
         inputs: RowInputs,
-        logits_processor: LogitsProcessorList,
+        logits_processor: Any,
         *,
         sample: bool = False,
-        eos_token_ids: set[int] = frozenset(),  # type: ignore[assignment]
+        eos_token_ids: Collection[int] = (),
         draft_length: int = 25,
-        proposer: CandidateGenerator | None = None,
+        proposer: Any = None,
     ) -> None:
         self.inputs, self.logits_processor, self.sample = inputs, logits_processor, sample
         self.eos_token_ids, self.draft_length = eos_token_ids, draft_length
@@ -66,17 +66,17 @@ class SameModelCandidateGenerator(CandidateGenerator):
         cache: SpeculativeKVCache = self.inputs.cache
         return cache
 
-    def get_candidates(
-        self, input_ids: torch.LongTensor, **kwargs: Any
-    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+    def get_candidates(  # type: ignore[override]  # releases differ in what they declare
+        self, input_ids: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``input_ids`` ``[1, tokens]`` with drafts behind them, and the drafts' scores
         ``[1, drafted, vocab]``, as transformers' assisted decoding wants them."""
         draft = self.draft(input_ids)
         scores = torch.stack(draft.scores, dim=1) if draft.scores else None
-        return torch.cat([input_ids, draft.tokens], dim=1), scores  # type: ignore[return-value]
+        return torch.cat([input_ids, draft.tokens], dim=1), scores
 
     def update_candidate_strategy(
-        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
+        self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int
     ) -> None:
         """Nothing to learn here: draft lengths are :mod:`draft_length`'s."""
 
@@ -112,4 +112,5 @@ class SameModelCandidateGenerator(CandidateGenerator):
         if self.proposer is None or most < 1:
             return ids[:, :0]
         candidates, _ = self.proposer.get_candidates(ids)
-        return candidates[:, ids.shape[1] : ids.shape[1] + most].to(ids.device)
+        proposed: torch.Tensor = candidates[:, ids.shape[1] : ids.shape[1] + most].to(ids.device)
+        return proposed

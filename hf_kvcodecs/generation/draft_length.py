@@ -16,6 +16,7 @@ class DraftLength(ABC):
         self, drafted: int, accepted: int, draft_seconds: float, verify_seconds: float
     ) -> None:
         """One round's outcome."""
+        return
 
 
 class FixedLength(DraftLength):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -40,7 +40,8 @@ def draft_verify(
     those of plain ``generate`` (in fp32; in bf16 where two logits are not within rounding), sampled
     ones are distributed as there. Streamers, stopping criteria, logits processors,
     ``output_scores`` and ``output_logits`` work as usual; ``prompt_lookup_num_tokens=`` and
-    ``assistant_model=`` make proposals to the draft face. Rows of a batch are decoded one after the other.
+    ``assistant_model=`` make proposals to the draft face. Rows of a batch are decoded
+    one after the other.
 
     Raises:
         ValueError: another cache, an encoder-decoder model, beams, or outputs that are not kept
@@ -174,9 +175,7 @@ def _row_of(model_kwargs: dict[str, Any], index: int, batch: int) -> dict[str, A
     }
 
 
-def _proposer(
-    model: Any, padding: int, options: _Options
-) -> CandidateGenerator | None:
+def _proposer(model: Any, padding: int, options: _Options) -> CandidateGenerator | None:
     """Prompt lookup or an assistant model, where ``generate`` was asked for one."""
     config = options.config
     if options.assistant_model is not None:
@@ -207,9 +206,9 @@ def measure(cache: SpeculativeKVCache, report: DraftVerifyReport) -> None:
 def _output(
     rows: list[RowDecoder], cache: SpeculativeKVCache, config: GenerationConfig
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-    sequences = torch.cat([row.ids for row in rows])
+    sequences: Any = torch.cat([row.ids for row in rows])
     if not config.return_dict_in_generate:
-        return sequences
+        return cast(torch.Tensor, sequences)
     collected: dict[str, Any] = {CACHE_ARGUMENT: cache}
     for name in ("scores", "logits"):
         by_row = [getattr(row, name) for row in rows]

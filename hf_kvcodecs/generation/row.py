@@ -6,8 +6,6 @@ import time
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..caches.speculative import SpeculativeKVCache
 from ..caches.speculative_report import DraftVerifyReport
@@ -37,14 +35,14 @@ class RowDecoder:
         self,
         inputs: RowInputs,
         ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
+        logits_processor: Any,
+        stopping_criteria: Any,
         *,
         sample: bool,
         max_length: int,
         eos_token_ids: set[int],
         streamer: Any = None,
-        proposer: CandidateGenerator | None = None,
+        proposer: Any = None,
         keep_scores: bool = False,
         keep_logits: bool = False,
     ) -> None:

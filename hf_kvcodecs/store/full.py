@@ -6,7 +6,6 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ class FullStore(ABC):
 
     @abstractmethod
     def like(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Empty tensors with the dtypes and widths of a layer: ``[0, batch, kv_heads, head_dim]``."""
+        """Empty tensors ``[0, batch, kv_heads, head_dim]`` with the dtypes of a layer."""
 
     @abstractmethod
     def crop(self, layer_idx: int, tokens: int) -> None:
@@ -121,7 +120,7 @@ class HostStore(FullStore):
             batch, heads, _, head_dim = states.shape
             shape = (capacity, batch, heads, head_dim)
             buffers.append(self._allocate(shape, states.dtype, f"{name}-{layer_idx}"))
-        grown = _Layer(*buffers, tokens=held)
+        grown = _Layer(buffers[0], buffers[1], held)
         wait_for_device()  # the old buffers may still be written, or read by the device
         if layer is not None:
             grown.keys[:held] = layer.keys[:held]
@@ -181,24 +180,20 @@ class DiskStore(HostStore):
     """The same buffers as memory-mapped files: the operating system pages them in and out.
 
     Args:
-        folder: where the files go (a fresh temporary folder inside it); None for the system's. They
-            are gone with the store, and are no format: nothing else can read them.
+        folder: where the files go; None for the system's temporary folder. They have no name once
+            they are open, and are gone with the store.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         super().__init__()
         self.folder = folder
-        self._files = tempfile.TemporaryDirectory(
-            prefix="hf_kvcodecs-", dir=folder, ignore_cleanup_errors=True
-        )
-        self._count = 0
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
-        self._count += 1
-        path = Path(self._files.name) / f"{name}-{self._count}"
+        handle, path = tempfile.mkstemp(prefix=f"hf_kvcodecs-{name}-", dir=self.folder)
+        os.close(handle)
         elements = torch.Size(shape).numel()
-        buffer = torch.from_file(str(path), shared=True, size=elements, dtype=dtype)
-        path.unlink()  # the mapping keeps the bytes alive, and nothing is left behind after a crash
+        buffer = torch.from_file(path, shared=True, size=elements, dtype=dtype)
+        os.unlink(path)  # the mapping keeps the bytes alive, and nothing is left behind
         return buffer.view(shape)
 
     def empty_like(self) -> DiskStore:

@@ -39,10 +39,12 @@ class LayerStream(ABC):
 
     def prefetch(self) -> None:
         """Starts moving the first layers, so that they are there when a forward begins."""
+        return
 
     def drop(self) -> None:
         """Forgets what has been moved: the store changed otherwise than by :meth:`extend` and a
         crop."""
+        return
 
     @property
     def staging_bytes(self) -> int:
