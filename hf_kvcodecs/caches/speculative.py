@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from ..compressors import Compressor, compressor_for
 from ..errors import CacheMisuseError
 from ..store.full import DiskStore, FullStore, HostStore
+from ..store.packed import PackedStore
 from .compat import attention_arguments, calling_attention, notice_once
 from .guards import NeedsConfigForOtherLayers, PromptLength, check_first_forward
 from .speculative_layer import Faces, SpeculativeLayer
@@ -358,7 +359,12 @@ def _compressor(compressor: str | Compressor, keep: float | None, bits: int | No
 
 def _store(full: str | FullStore, full_codec: str | None) -> FullStore:
     if full_codec is not None:
-        raise ValueError(f"full_codec: expected None, got {full_codec!r}")
+        if full_codec != "gaac" or full != "cpu":
+            raise ValueError(
+                f"full_codec: expected None, or 'gaac' with full='cpu', got {full_codec!r} with "
+                f"full={full!r}"
+            )
+        return PackedStore()
     if isinstance(full, FullStore):
         return full
     if full not in STORES:

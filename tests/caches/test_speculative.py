@@ -13,6 +13,7 @@ from hf_kvcodecs import CacheMisuseError, Compressor, SpeculativeKVCache, draft_
 from hf_kvcodecs.caches import speculative
 from hf_kvcodecs.compressors import QUANTISERS, SCORERS, compressor_for
 from hf_kvcodecs.store.full import DiskStore
+from hf_kvcodecs.store.streaming import StagedStream
 
 from ..harness import assert_same_bits, dtype_id, forward, generate, prompt, tiny_llama
 from .test_generate import padded_batch, tiny_gemma
@@ -36,13 +37,15 @@ def assert_close(cache, reference):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
-@pytest.mark.parametrize("full", ["cpu", "disk"])
+@pytest.mark.parametrize(
+    "full", [{}, {"full": "disk"}, {"full_codec": "gaac"}], ids=["cpu", "disk", "packed"]
+)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_greedy_and_contents(tiny_models, dtype, full, attention):
     model = copy.deepcopy(tiny_models[dtype])
     model.set_attn_implementation(attention)
     ids = padded_batch()
-    cache, dynamic = SpeculativeKVCache(full=full), DynamicCache()
+    cache, dynamic = SpeculativeKVCache(**full), DynamicCache()
     assert torch.equal(generate(model, ids, cache), generate(model, ids, dynamic))
     assert_same(cache, dynamic)
 
@@ -191,6 +194,8 @@ def test_compressors_by_name(name):
         ({"compressor": "kivi", "bits": 5}, "bits: expected one of"),
         ({"compressor": Compressor(), "bits": 4}, "give them with a name only"),
         ({"draft_length": 0}, "draft_length: expected 'auto' or a number"),
+        ({"full_codec": "zip"}, "full_codec: expected None, or 'gaac'"),
+        ({"full_codec": "gaac", "full": "disk"}, "full_codec: expected None, or 'gaac'"),
         ({"full": "moon"}, "full: expected one of cpu, disk"),
         ({"staging_bytes": -1}, "staging_bytes: expected None"),
         ({"refresh_tokens": 0}, "refresh_tokens: expected at least 1"),
@@ -200,6 +205,34 @@ def test_compressors_by_name(name):
 def test_options_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         SpeculativeKVCache(**options)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_long_text_packed(tiny_models, staged):
+    """Sealed blocks, a raw tail, crops into both, rows, and drafts over all of it."""
+    model, ids = tiny_models[torch.bfloat16], prompt(900)
+    cache, dynamic = SpeculativeKVCache(full_codec="gaac", compressor="snapkv"), DynamicCache()
+    if staged:
+        device = torch.device("cpu")
+        cache.faces.streams[device] = StagedStream(cache.faces.store, device)
+    for part in (ids, prompt(300, seed=2), prompt(500, seed=3), prompt(400, seed=4)):
+        forward(model, part, cache)
+        forward(model, part, dynamic)
+    assert_same(cache, dynamic)
+    _, full, dense = cache.face_bytes()
+    assert full < 0.85 * dense  # a random model's numbers; the newest 128 tokens are raw
+    copied = copy.deepcopy(cache)
+    for crop in (-5, -140, -1300, -200):
+        cache.crop(crop)
+        dynamic.crop(crop)
+        assert_same(cache, dynamic)
+    assert copied.get_seq_length() == 2100
+    copied.begin_draft()
+    forward(model, prompt(3), copied)
+    copied.begin_verify()
+    forward(model, prompt(3), copied)
+    copied.commit(2, 3)
+    assert copied.get_seq_length() == 2102
 
 
 def test_misuse(tiny_models):
