@@ -7,16 +7,18 @@ differently ends the draft. The rounds are those of ``draft_verify``, at a tenth
 
 from __future__ import annotations
 
-import copy
+import os
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import texts
 import torch
-from transformers import DynamicCache
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from hf_kvcodecs import SpeculativeKVCache
 from hf_kvcodecs.caches.compat import CACHE_ARGUMENT
@@ -28,22 +30,35 @@ LOOP_TOKENS = 12
 
 
 @dataclass(frozen=True, slots=True)
+class LayerReference:
+    """The exact states of one layer: prompt and continuation, fp32.
+
+    Attributes:
+        keys, values: ``[1, kv_heads, tokens, head_dim]``.
+        queries: ``[1, q_heads, newest, head_dim]``: 256 of the prompt, all of the continuation.
+        observed: what KVzip saw while the prompt was repeated, ``[kv_heads, prompt]``.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+    observed: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Reference:
-    """A prompt, its greedy continuation, and the exact states of both.
+    """A prompt and its greedy continuation.
 
     Attributes:
         kind: what text it is.
-        tokens: int64 ``[prompt + new]``.
+        tokens: int64 ``[prompt + new]``; the last one has no states.
         prompt_tokens: how many of them are the prompt.
-        cache: holds the prompt, 256 queries and KVzip's observations.
-        states: by layer, keys and values of the continuation and its queries.
     """
 
     kind: str
     tokens: torch.Tensor
     prompt_tokens: int
-    cache: SpeculativeKVCache
-    states: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    layers: list[LayerReference]
 
     def in_loop(self, position: int) -> bool:
         """Whether what follows ``position`` was said before, word for word."""
@@ -52,6 +67,32 @@ class Reference:
         ahead = new[start : start + LOOP_TOKENS]
         before = range(max(0, start - LOOP_TOKENS + 1))
         return any(new[first : first + LOOP_TOKENS] == ahead for first in before)
+
+    def save(self, path: Path) -> None:
+        """Writes it to a safetensors file."""
+        tensors = {"tokens": self.tokens}
+        for index, layer in enumerate(self.layers):
+            for field in fields(layer):
+                tensors[f"{field.name}.{index}"] = getattr(layer, field.name).contiguous()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        facts = {"kind": self.kind, "prompt_tokens": str(self.prompt_tokens)}
+        save_file(tensors, partial, metadata=facts)
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Reference:
+        """The reference that :meth:`save` wrote."""
+        with safe_open(path, framework="pt") as file:
+            facts = file.metadata()
+            names = [field.name for field in fields(LayerReference)]
+            count = sum(key.startswith("keys.") for key in file.keys())
+            layers = [
+                LayerReference(**{name: file.get_tensor(f"{name}.{index}") for name in names})
+                for index in range(count)
+            ]
+            tokens = file.get_tensor("tokens")
+        return cls(facts["kind"], tokens, int(facts["prompt_tokens"]), layers)
 
 
 def prompts(tokenizer: Any, count: int, tokens: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -62,18 +103,33 @@ def prompts(tokenizer: Any, count: int, tokens: int) -> Iterator[tuple[str, torc
     for index in range(count):
         kind = list(kinds)[index % len(kinds)]
         piece = pieces[kind][index // len(kinds)]
-        yield kind, tokenizer(piece, add_special_tokens=False, return_tensors="pt").input_ids
+        ids = tokenizer(piece, add_special_tokens=False, return_tensors="pt").input_ids
+        yield kind, ids[:, :tokens]
 
 
 class _Recorder(ExpectedAttention):
-    """Records the queries of the prompt and of its continuation."""
+    """Records the queries of the prompt's end and of its continuation."""
 
     window_tokens = 512
+
+
+def references(
+    model: Any, tokenizer: Any, count: int, tokens: int, new_tokens: int, folder: Path
+) -> Iterator[Reference]:
+    """A reference for each prompt, made once and kept in ``folder``."""
+    for kind, ids in prompts(tokenizer, count, tokens):
+        name = texts.digest(f"{tokenizer.name_or_path} {ids.tolist()} {new_tokens}")
+        path = folder / f"{name}.safetensors"
+        if not path.exists():
+            reference(model, kind, ids, new_tokens).save(path)
+        yield Reference.load(path)
 
 
 @torch.no_grad()
 def reference(model: Any, kind: str, ids: torch.Tensor, new_tokens: int) -> Reference:
     """The greedy continuation of ``ids`` ``[1, tokens]``, and all that replays need."""
+    cache = SpeculativeKVCache(compressor=Compressor(dropper=Dropper(scorer=_Recorder(), keep=0.5)))
+    cache.decoding = True  # plain decoding is what is wanted here
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -81,48 +137,32 @@ def reference(model: Any, kind: str, ids: torch.Tensor, new_tokens: int) -> Refe
         min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,
         pad_token_id=0,
-        **{CACHE_ARGUMENT: DynamicCache()},
+        **{CACHE_ARGUMENT: cache},
     )
-    prompt_tokens = ids.shape[1]
-    cache = SpeculativeKVCache(
-        compressor=Compressor(dropper=Dropper(scorer=KVzip(chunk_tokens=512), keep=0.5))
-    )
-    arguments = {CACHE_ARGUMENT: cache}
-    model(ids, logits_to_keep=1, **arguments)
-    repeat_context(RowInputs(model, cache, {}, prompt_tokens), ids)
-    # The same object with a scorer that wants queries: what it records is what others will get.
-    cache.faces.compressor = Compressor(dropper=Dropper(scorer=_Recorder(), keep=0.5))
-    again = copy.deepcopy(cache)
-    again.reset()
-    model(out[:, :-1], logits_to_keep=1, **{CACHE_ARGUMENT: again})
-    states = []
-    for ours, full in zip(cache.own_layers, again.own_layers, strict=True):
-        keys, values = again.dense(full.index)
-        new = keys.shape[2] - prompt_tokens
-        states.append(
-            (
-                keys[:, :, prompt_tokens:].clone(),
-                values[:, :, prompt_tokens:].clone(),
-                full.queries[:, :, -new:].clone(),
-            )
-        )
-        ours.queries = full.queries[:, :, -new - 256 : -new].clone()
-        ours.scale = full.scale
-    return Reference(kind, out[0], prompt_tokens, cache, states)
+    new, layers = new_tokens - 1, []
+    states = [(*cache.dense(layer.index), layer.queries) for layer in cache.own_layers]
+    cache.faces.compressor = Compressor(dropper=Dropper(scorer=KVzip(chunk_tokens=512), keep=0.5))
+    cache.crop(-new)
+    repeat_context(RowInputs(model, cache, {}, ids.shape[1]), ids)
+    for layer, (keys, values, queries) in zip(cache.own_layers, states, strict=True):
+        recorded = queries[:, :, -new - 256 :]
+        layers.append(LayerReference(keys, values, recorded, layer.observed))
+    return Reference(kind, out[0], ids.shape[1], layers)
 
 
 def fresh_cache(made: Reference, compressor: Compressor) -> SpeculativeKVCache:
     """A cache with that compressor which has read the prompt."""
     cache = SpeculativeKVCache(compressor=compressor, hold_decoded=True)
-    for layer in made.cache.own_layers:
-        ours = cache._new_layer()
-        cache.layers.append(ours)
-        keys, values = made.cache.faces.store.read(layer.index)
-        ours.lazy_initialization(keys, values)
-        cache.faces.store.append(layer.index, keys, values)
-        ours.scale, ours.observed = layer.scale, layer.observed
-        window = compressor.window_tokens
-        ours.queries = layer.queries[:, :, -window:] if window else None
+    new, window = made.tokens.shape[0] - 1 - made.prompt_tokens, compressor.window_tokens
+    for index, states in enumerate(made.layers):
+        layer = cache._new_layer()
+        cache.layers.append(layer)
+        layer.lazy_initialization(states.keys, states.values)
+        part = slice(0, made.prompt_tokens)
+        cache.faces.store.append(index, states.keys[:, :, part], states.values[:, :, part])
+        layer.observed = states.observed
+        if window:
+            layer.queries = states.queries[:, :, : states.queries.shape[2] - new][:, :, -window:]
     return cache
 
 
@@ -167,13 +207,13 @@ def bytes_part(cache: SpeculativeKVCache) -> float:
 
 def verify(cache: SpeculativeKVCache, made: Reference, position: int, tokens: int) -> None:
     """Commits the next ``tokens`` tokens with their exact states, as a verification would."""
-    start = position - made.prompt_tokens
     cache.begin_verify()
-    for layer, (keys, values, queries) in zip(cache.own_layers, made.states, strict=True):
-        part = slice(start, start + tokens)
-        layer.update(keys[:, :, part], values[:, :, part])
+    part = slice(position, position + tokens)
+    for layer, states in zip(cache.own_layers, made.layers, strict=True):
+        layer.update(states.keys[:, :, part], states.values[:, :, part])
         if cache.compressor.window_tokens:
-            layer.watch_verified(queries[:, :, part])
+            first = position - (states.keys.shape[2] - states.queries.shape[2])
+            layer.watch_verified(states.queries[:, :, first : first + tokens])
     cache.commit(tokens, tokens)
 
 

@@ -114,8 +114,9 @@ class DraftLayer:
             starts.append(total)
             total += keys.shape[0] + spare
         like_keys, like_values = pieces[0]
-        self.keys = like_keys.new_empty((total, self.head_dims[0]))
-        self.values = like_values.new_empty((total, self.head_dims[1]))
+        # Zeros: static attention multiplies spare rows too, by weights of 0.
+        self.keys = like_keys.new_zeros((total, self.head_dims[0]))
+        self.values = like_values.new_zeros((total, self.head_dims[1]))
         self.starts = starts
         for start, (keys, values) in zip(starts, pieces, strict=True):
             self.keys[start : start + keys.shape[0]] = keys
@@ -157,6 +158,44 @@ class DraftLayer:
         self.values.index_copy_(0, rows.flatten(), values[0].flatten(0, 1))
         self.tail_tokens += new
 
+    def append_at(self, keys: torch.Tensor, values: torch.Tensor, cursor: torch.Tensor) -> None:
+        """Writes one exact token ``[1, kv_heads, 1, head_dim]`` to the tail's row ``cursor``
+        (int64 ``[1]`` on the device): a fixed sequence of kernels, for CUDA graphs.
+        ``tail_tokens`` is the caller's to move."""
+        rows = (self._tail_rows[:, 0] + cursor).flatten()
+        self.keys.index_copy_(0, rows, keys[0, :, 0])
+        self.values.index_copy_(0, rows, values[0, :, 0])
+
+    def attend_static(
+        self, query: torch.Tensor, scale: float | None, tail_bias: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention ``[1, q_heads, 1, head_dim]`` of one token over everything kept and the rows of
+        the tail that ``tail_bias`` (float32 ``[capacity]``, 0 or -inf) shows: a fixed sequence of
+        kernels over the whole capacity, for CUDA graphs."""
+        heads = len(self.counts)
+        scale = float(self.head_dims[0]) ** -0.5 if scale is None else scale
+        grouped = query[0, :, 0].unflatten(0, (heads, -1)) * scale  # [kv_heads, group, head_dim]
+        sizes = [count + self.capacity for count in self.counts]
+        if len(set(sizes)) == 1 and not self._decodes:
+            keys, values = (
+                part.view(heads, sizes[0], part.shape[-1]) for part in (self.keys, self.values)
+            )
+            return _attend_biased(grouped, keys, values, tail_bias).flatten(0, 1)[None, :, None]
+        decoded = self._decoded(self.keys.dtype, self.values.dtype) if self._decodes else None
+        outputs = []
+        for head, (start, size) in enumerate(zip(self.starts, sizes, strict=True)):
+            keys, values = self.keys[start : start + size], self.values[start : start + size]
+            if decoded is not None:
+                keys = torch.cat([decoded[head][0], keys])
+                values = torch.cat([decoded[head][1], values])
+            outputs.append(_attend_biased(grouped[head][None], keys[None], values[None], tail_bias))
+        return torch.cat(outputs).flatten(0, 1)[None, :, None]
+
+    @property
+    def _decodes(self) -> bool:
+        """Whether quantised tokens are decoded each time."""
+        return self.packed is not None and not self.hold_decoded
+
     def _grow(self, new: int) -> None:
         pieces = [
             (self.keys[start:stop].clone(), self.values[start:stop].clone())
@@ -185,16 +224,14 @@ class DraftLayer:
         among themselves, over everything before."""
         heads = len(self.counts)
         grouped = query[0].unflatten(0, (heads, -1))  # [kv_heads, group, new, head_dim]
-        if len(set(self.counts)) == 1 and (self.packed is None or self.hold_decoded):
+        if len(set(self.counts)) == 1 and not self._decodes:
             tokens = self.counts[0] + self.tail_tokens
             keys, values = (
                 states.view(heads, -1, states.shape[-1])[:, :tokens]
                 for states in (self.keys, self.values)
             )
             return _attend(grouped, keys, values, scale).flatten(0, 1)[None]
-        decoded = None
-        if self.packed is not None and not self.hold_decoded:
-            decoded = self._decoded(self.keys.dtype, self.values.dtype)
+        decoded = self._decoded(self.keys.dtype, self.values.dtype) if self._decodes else None
         outputs = []
         for head, (start, stop) in enumerate(self._segments()):
             keys, values = self.keys[start:stop], self.values[start:stop]
@@ -222,14 +259,56 @@ def _attend(
     return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale)
 
 
+def _attend_biased(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tail_bias: torch.Tensor
+) -> torch.Tensor:
+    """``query`` ``[heads, group, d]``, scaled, over ``keys``, ``values`` ``[heads, rows, d]``; the
+    bias is for the last rows. Scores and weights are float32."""
+    scores = (query @ keys.transpose(-1, -2)).float()
+    scores[..., scores.shape[-1] - tail_bias.shape[0] :] += tail_bias
+    return scores.softmax(-1).to(values.dtype) @ values
+
+
+@dataclass(slots=True)
+class StaticStep:
+    """Where a step of fixed shape stands: the tail's row that its token goes to, and which rows are
+    seen.
+
+    Attributes:
+        cursor: int64 ``[1]``.
+        tail_bias: float32 ``[capacity]``.
+    """
+
+    cursor: torch.Tensor
+    tail_bias: torch.Tensor
+
+    @staticmethod
+    def allocate(capacity: int, device: torch.device) -> StaticStep:
+        """At the tail's first row."""
+        return StaticStep(
+            torch.zeros(1, dtype=torch.int64, device=device),
+            torch.zeros(capacity, dtype=torch.float32, device=device),
+        )
+
+    def refresh(self) -> None:
+        """Makes the bias what the cursor says, on the device."""
+        row = torch.arange(self.tail_bias.shape[0], device=self.cursor.device)
+        self.tail_bias.zero_().masked_fill_(row > self.cursor, float("-inf"))
+
+
 class DraftStates:
     """What attention is told of a draft layer: as many tokens as the text has."""
 
     def __init__(
-        self, layer: DraftLayer, keys: torch.Tensor, values: torch.Tensor, tokens: int
+        self,
+        layer: DraftLayer,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        tokens: int,
+        static: StaticStep | None = None,
     ) -> None:
         batch, heads, new, _ = keys.shape
-        self.layer, self.like, self.new_tokens = layer, (keys, values), new
+        self.layer, self.like, self.new_tokens, self.static = layer, (keys, values), new, static
         self.shapes = (
             torch.Size((batch, heads, tokens, keys.shape[-1])),
             torch.Size((batch, heads, tokens, values.shape[-1])),
@@ -238,6 +317,8 @@ class DraftStates:
     def attend(self, query: torch.Tensor, call: SDPACall) -> torch.Tensor:
         # The mask says what the draft face has by construction: padding is not kept, and the new
         # tokens see each other causally. What a model hides beyond that, a draft may see.
+        if self.static is not None:
+            return self.layer.attend_static(query, call.scale, self.static.tail_bias)
         return self.layer.attend(query, call.scale)
 
     def dense(self, part: int) -> torch.Tensor:

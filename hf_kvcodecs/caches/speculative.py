@@ -45,6 +45,9 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
         staging_bytes: size of the area on the device that layers of the exact face pass through.
             None: two layers. The more, the more of the transfer hides behind drafting.
         hold_decoded: keep quantised tokens decoded too: faster drafts, the memory of exact tokens.
+        graphs: make draft steps of fixed shape, captured as a CUDA graph on GPUs (where launching
+            kernels one by one takes longer than running them). None: on GPUs, where every layer
+            has two faces and none is reselected.
         refresh_tokens: so many generated tokens are kept exactly before the draft face is
             compressed anew, while a verification has the exact one at hand.
 
@@ -64,6 +67,7 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
         full_codec: str | None = None,
         staging_bytes: int | None = None,
         hold_decoded: bool = False,
+        graphs: bool | None = None,
         refresh_tokens: int = 256,
     ) -> None:
         if config is not None and not isinstance(config, PreTrainedConfig):
@@ -80,6 +84,9 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
             hold_decoded=hold_decoded,
             refresh_tokens=refresh_tokens,
         )
+        if isinstance(draft_length, int):
+            self.faces.spare_tokens = max(self.faces.spare_tokens, draft_length + 1)
+        self.graphs = graphs
         self.decoding = False  # set by draft_verify while it runs
         self.last_report: DraftVerifyReport | None = None
         self._claimed_by_generate = self._first_forward = False
@@ -225,6 +232,14 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
                     f"layer {index} ({type(layer).__name__}) has a state that cannot be rolled "
                     "back: decode this model without draft_verify"
                 )
+
+    @property
+    def drafts_statically(self) -> bool:
+        """Whether a draft step may have a fixed shape: see ``graphs``."""
+        own = self.own_layers
+        possible = len(own) == len(self.layers) and self.compressor.reselect_rounds is None
+        wanted = own[0].device.type == "cuda" if self.graphs is None and own else self.graphs
+        return bool(possible and wanted)
 
     def drop_drafts(self, tokens: int = 0) -> None:
         """Forgets what was drafted, but for the first ``tokens`` drafted tokens."""

@@ -14,7 +14,7 @@ from ..errors import CacheMisuseError
 from ..store.full import FullStore
 from ..store.streaming import LayerStream, stream_for
 from .attention_view import WatchedStates, views
-from .draft import DraftLayer, DraftStates
+from .draft import DraftLayer, DraftStates, StaticStep
 
 # Attention through which queries can be watched; None: nobody to ask, sdpa is the default.
 WATCHABLE = (None, "sdpa")
@@ -30,6 +30,8 @@ class Faces:
         face: "full" or "draft".
         verifying: the next forward's tokens are provisional until they are committed.
         attention: the attention implementation of the model that is calling.
+        static: a draft step of fixed shape is being made, see :class:`StaticStep`.
+        spare_tokens: rows of the drafts' tails beyond ``refresh_tokens``.
         padding: tokens at the left of the (single) row that are no text.
         repeating: the part of the context that the model is repeating, None otherwise.
     """
@@ -42,6 +44,8 @@ class Faces:
     face: str = "full"
     verifying: bool = False
     rounds: int = 0
+    static: StaticStep | None = None
+    spare_tokens: int = SPARE_TOKENS
     attention: str | None = None
     padding: int = 0
     repeating: tuple[int, int] | None = None
@@ -188,9 +192,15 @@ class SpeculativeLayer(CacheLayerMixin):
         self._check(key_states, value_states)
         if self.faces.face == "draft":
             assert self.draft is not None
-            self.draft.append(key_states, value_states)
-            self.drafted += key_states.shape[2]
-            return views(DraftStates(self.draft, key_states, value_states, self.get_seq_length()))
+            static = self.faces.static
+            if static is not None:
+                self.draft.append_at(key_states, value_states, static.cursor)
+                tokens = self.get_seq_length() + 1
+            else:
+                self.draft.append(key_states, value_states)
+                self.drafted += key_states.shape[2]
+                tokens = self.get_seq_length()
+            return views(DraftStates(self.draft, key_states, value_states, tokens, static))
         if self.like is None:
             self.lazy_initialization(key_states, value_states)
         if self.faces.verifying:
@@ -311,7 +321,7 @@ class SpeculativeLayer(CacheLayerMixin):
             values,
             kept,
             self.faces.compressor,
-            spare_tokens=self.faces.refresh_tokens + SPARE_TOKENS,
+            spare_tokens=self.faces.refresh_tokens + self.faces.spare_tokens,
             hold_decoded=self.faces.hold_decoded,
         )
 
@@ -331,6 +341,12 @@ class SpeculativeLayer(CacheLayerMixin):
     def memory_bytes(self) -> int:
         """Bytes on the device beside the draft face: scores that are remembered."""
         return self.previous.nbytes if self.previous is not None else 0
+
+    def advance(self, tokens: int) -> None:
+        """Counts drafted tokens that a static step wrote."""
+        assert self.draft is not None
+        self.draft.tail_tokens += tokens
+        self.drafted += tokens
 
     def cut_drafts(self, tokens: int) -> None:
         """Keeps the first ``tokens`` of the drafted tokens."""

@@ -11,6 +11,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..caches.speculative import SpeculativeKVCache
 from .choice import draw
+from .draft_step import DraftStep
 from .inputs import RowInputs
 
 
@@ -59,6 +60,7 @@ class SameModelCandidateGenerator(CandidateGenerator):
         self.inputs, self.logits_processor, self.sample = inputs, logits_processor, sample
         self.eos_token_ids, self.draft_length = eos_token_ids, draft_length
         self.proposer = proposer
+        self._step: DraftStep | None = None
 
     @property
     def cache(self) -> SpeculativeKVCache:
@@ -90,7 +92,7 @@ class SameModelCandidateGenerator(CandidateGenerator):
         while drafted.shape[1] - known < self.draft_length:
             proposals = self._proposals(drafted, known + self.draft_length - drafted.shape[1] - 1)
             start = drafted.shape[1] - 1
-            logits = self.inputs.forward(torch.cat([drafted[:, -1:], proposals], dim=1), start)
+            logits = self._forward(torch.cat([drafted[:, -1:], proposals], dim=1), start)
             for index in range(logits.shape[1]):
                 found = self.logits_processor(drafted, logits[:, index].float())
                 token, distribution = draw(found, self.sample)
@@ -106,6 +108,14 @@ class SameModelCandidateGenerator(CandidateGenerator):
                 break
         tokens = drafted[:, known:]
         return Draft(tokens, probabilities if self.sample else None, scores)
+
+    def _forward(self, ids: torch.Tensor, start: int) -> torch.Tensor:
+        if ids.shape[1] > 1 or not self.cache.drafts_statically:
+            return self.inputs.forward(ids, start)
+        if self._step is None or not self._step.valid:
+            self._step = None  # gives the old graph's memory back first
+            self._step = DraftStep(self.inputs)
+        return self._step(ids, start)
 
     def _proposals(self, ids: torch.Tensor, most: int) -> torch.Tensor:
         """Up to ``most`` tokens ``[1, n]`` that the proposer would put behind ``ids``."""

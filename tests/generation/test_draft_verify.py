@@ -310,6 +310,33 @@ def test_sliding_layers_are_rolled_back(compressor):
     assert cache.get_seq_length() == 79
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"compressor": "snapkv", "keep": 0.5}, {"compressor": "kvzip", "keep": 0.5, "bits": 8}],
+    ids=name_of,
+)
+@pytest.mark.parametrize("hold_decoded", [False, True])
+def test_steps_of_fixed_shape(model, options, hold_decoded):
+    """What a GPU captures as a graph, run as it is: the same drafts, token for token."""
+    ids = prompt(150)
+    ids[0, :13] = 0
+    plain = generate(model, ids, DynamicCache(), max_new_tokens=60)
+    accepted = []
+    for graphs in (False, True):
+        cache = SpeculativeKVCache(
+            **options,
+            draft_length=6,
+            refresh_tokens=20,
+            hold_decoded=hold_decoded,
+            graphs=graphs,
+        )
+        assert torch.equal(drafted(model, ids, cache, max_new_tokens=60), plain)
+        accepted.append(cache.report().accepted_by_round)
+        assert cache.drafts_statically == graphs
+    assert accepted[0] == accepted[1]
+    assert sum(accepted[0]) > 5
+
+
 def test_layers_streamed_through_a_staging_ring(model):
     ids = prompt(60)
     plain = generate(model, ids, DynamicCache(), max_new_tokens=50)
