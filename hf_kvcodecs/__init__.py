@@ -7,6 +7,7 @@ from .caches.speculative_report import DraftVerifyReport
 from .compressors import Compressor
 from .errors import CacheMisuseError, CorruptDataError, KVCodecsError, UnsupportedLayoutError
 from .generation.draft_verify import draft_verify
+from .generation.planner import plan
 from .generation.switch import disable, enable
 
 __version__ = "0.1.0"
@@ -25,4 +26,5 @@ __all__ = [
     "disable",
     "draft_verify",
     "enable",
+    "plan",
 ]
