@@ -297,6 +297,7 @@ class SpeculativeLayer(CacheLayerMixin):
                 values=values[0, :, pad:],
                 queries=queries,
                 scale=self.scale,
+                layer_idx=self.index,
                 observed=None if self.observed is None else self.observed[:, pad:],
                 previous=self.previous,
             )

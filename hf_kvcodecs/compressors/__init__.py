@@ -6,6 +6,7 @@ from .base import BUDGETS, Compressor, Dropper, LayerStates, Scorer
 from .expected_attention import ExpectedAttention
 from .knorm import Knorm
 from .kvzip import KVzip, repetition_attention
+from .online import Online
 from .quantise import KIVI, Quantiser, Rotated
 from .reselect import Reselect
 from .snapkv import SnapKV
@@ -24,6 +25,7 @@ __all__ = [
     "KVzip",
     "Knorm",
     "LayerStates",
+    "Online",
     "Quantiser",
     "Reselect",
     "Rotated",
@@ -35,8 +37,10 @@ __all__ = [
 ]
 
 SCORERS: dict[str, type[Scorer]] = {
-    scorer.name: scorer for scorer in (StreamingLLM, Knorm, SnapKV, TOVA, ExpectedAttention, KVzip)
+    scorer.name: scorer
+    for scorer in (StreamingLLM, Knorm, SnapKV, TOVA, ExpectedAttention, KVzip, Online, Reselect)
 }
+SHARING = (KVzip.name, Online.name, Reselect.name)
 QUANTISERS: dict[str, type[Quantiser]] = {
     quantiser.name: quantiser for quantiser in (KIVI, Rotated)
 }
@@ -51,8 +55,9 @@ def compressor_for(name: str, keep: float | None = None, bits: int | None = None
         keep: part of the tokens a dropper keeps (0.2 if None).
         bits: bits of a quantised number (4 if None).
 
-    KVzip shares its budget over the whole model, every other dropper keeps as many tokens in each
-    head; build :class:`Compressor` yourself for other choices.
+    KVzip, the scorer that guesses it ("online") and the project's own ("reselect", which chooses
+    anew at each verification) share their budget over the whole model, every other dropper keeps as
+    many tokens in each head; build :class:`Compressor` yourself for other choices.
 
     Raises:
         ValueError: an unknown name, or an option that nothing here uses.
@@ -75,10 +80,11 @@ def compressor_for(name: str, keep: float | None = None, bits: int | None = None
         quantisers = [KIVI.name]
     dropper = quantiser = None
     if scorers:
-        budget = "model" if scorers == [KVzip.name] else "uniform"
+        budget = "model" if scorers[0] in SHARING else "uniform"
         dropper = Dropper(
             scorer=SCORERS[scorers[0]](), keep=0.2 if keep is None else keep, budget=budget
         )
     if quantisers:
         quantiser = QUANTISERS[quantisers[0]](bits=4 if bits is None else bits)
-    return Compressor(dropper=dropper, quantiser=quantiser)
+    reselect_rounds = 1 if scorers == [Reselect.name] else None
+    return Compressor(dropper=dropper, quantiser=quantiser, reselect_rounds=reselect_rounds)

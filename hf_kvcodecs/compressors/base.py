@@ -21,6 +21,7 @@ class LayerStates:
         keys, values: ``[kv_heads, tokens, head_dim]``, any floating dtype.
         queries: ``[q_heads, window, head_dim]``, those of the newest ``window`` tokens; None for
             scorers that ask for none.
+        layer_idx: the layer's place in the model.
         scale: what attention multiplies the products with; None for ``head_dim ** -0.5``.
         previous: float32 ``[kv_heads, older]``, the scores of older tokens when they were scored
             last; None at first, and unless ``remembers``.
@@ -32,6 +33,7 @@ class LayerStates:
     values: torch.Tensor
     queries: torch.Tensor | None = None
     scale: float | None = None
+    layer_idx: int = 0
     observed: torch.Tensor | None = None
     previous: torch.Tensor | None = None
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..caches.speculative import SpeculativeKVCache
-from ..compressors import KVzip
 from .inputs import RowInputs
+
+CHUNK_TOKENS = 2048  # repeated at a time, unless the scorer says otherwise
 
 
 def repeat_context(inputs: RowInputs, ids: torch.Tensor) -> None:
@@ -18,17 +19,18 @@ def repeat_context(inputs: RowInputs, ids: torch.Tensor) -> None:
     """
     cache: SpeculativeKVCache = inputs.cache
     scorer = cache.compressor.dropper.scorer if cache.compressor.dropper else None
-    if not isinstance(scorer, KVzip):
+    if scorer is None or not scorer.repeats_context:
         return
+    chunk_tokens = getattr(scorer, "chunk_tokens", CHUNK_TOKENS)
     tokens = int(cache.get_seq_length())
     if ids.shape[1] < tokens:
         raise ValueError(
             f"input_ids: expected all {tokens} tokens that the cache holds, got {ids.shape[1]}: "
             f"{scorer.name} repeats its context; pass the whole conversation"
         )
-    instruction = ids.new_tensor(scorer.instruction, dtype=ids.dtype)[None]
-    for start in range(cache.repeated_tokens, tokens, scorer.chunk_tokens):
-        stop = min(start + scorer.chunk_tokens, tokens)
+    instruction = ids.new_tensor(getattr(scorer, "instruction", ()), dtype=ids.dtype)[None]
+    for start in range(cache.repeated_tokens, tokens, chunk_tokens):
+        stop = min(start + chunk_tokens, tokens)
         read = torch.cat([instruction, ids[:, start:stop]], dim=1)
         with cache.repeating(start, stop):
             inputs.forward(read, tokens, keep=1)
