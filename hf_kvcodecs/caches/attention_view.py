@@ -155,13 +155,16 @@ def _attend(query: torch.Tensor, key: Any, value: Any, *args: Any, **kwargs: Any
 
 
 class WatchedStates:
-    """Exact states whose attention is computed as asked, and whose queries are shown to someone.
+    """Exact states whose attention is computed as asked, or by another way to the same result, and
+    whose queries may be shown to someone.
 
     Args:
         keys, values: ``[batch, kv_heads, tokens, head_dim]``.
         new_tokens: how many of the newest tokens ask.
         watch: called with the queries ``[batch, q_heads, new_tokens, head_dim]`` and the scale,
-            before attention runs.
+            before attention runs; None: nobody.
+        answer: asked first with the query, the keys, the values and the call; what it leaves (None)
+            is computed as asked.
     """
 
     def __init__(
@@ -169,19 +172,25 @@ class WatchedStates:
         keys: torch.Tensor,
         values: torch.Tensor,
         new_tokens: int,
-        watch: Callable[[torch.Tensor, float | None], None],
+        watch: Callable[[torch.Tensor, float | None], None] | None,
+        answer: Callable[..., torch.Tensor | None] | None = None,
     ) -> None:
         self.like = keys, values
         self.shapes = keys.shape, values.shape
         self.new_tokens = new_tokens
-        self._watch = watch
+        self._watch, self._answer = watch, answer
 
     def dense(self, part: int) -> torch.Tensor:
         return self.like[part]
 
     def attend(self, query: torch.Tensor, call: SDPACall) -> torch.Tensor:
         keys, values = self.like
-        self._watch(query, call.scale)
+        if self._watch is not None:
+            self._watch(query, call.scale)
+        if self._answer is not None:
+            out = self._answer(query, keys, values, call)
+            if out is not None:
+                return out
         mask = call.attn_mask
         groups = query.shape[1] // keys.shape[1]
         if groups > 1 and not call.enable_gqa:

@@ -15,6 +15,7 @@ from ..store.full import FullStore
 from ..store.streaming import LayerStream, stream_for
 from .attention_view import WatchedStates, views
 from .draft import DraftLayer, DraftStates, StaticStep
+from .split_attention import split_attention
 
 # Attention through which queries can be watched; None: nobody to ask, sdpa is the default.
 WATCHABLE = (None, "sdpa")
@@ -208,10 +209,13 @@ class SpeculativeLayer(CacheLayerMixin):
         elif self.faces.repeating is None:
             self.draft = None  # it does not know these tokens
         keys, values = self.stream.extend(self.index, key_states, value_states)
-        if not self.faces.watches:
+        new = key_states.shape[2]
+        splits = new > 1 and self.device.type == "cuda" and self.faces.attention in WATCHABLE
+        if not self.faces.watches and not splits:
             return keys, values
-        watch = partial(self._watch, keys, values)
-        return views(WatchedStates(keys, values, key_states.shape[2], watch))
+        watch = partial(self._watch, keys, values) if self.faces.watches else None
+        answer = split_attention if splits else None
+        return views(WatchedStates(keys, values, new, watch, answer))
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if keys.requires_grad and torch.is_grad_enabled():

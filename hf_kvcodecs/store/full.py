@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 GROWTH = 1.25
+FIRST_GROWTH = 1.0 + 1 / 32
 SPARE_TOKENS = 256
 
 
@@ -114,7 +115,9 @@ class HostStore(FullStore):
         if layer is not None and layer.tokens + new_tokens <= layer.keys.shape[0]:
             return layer
         held = layer.tokens if layer else 0
-        capacity = int(GROWTH * (held + new_tokens)) + SPARE_TOKENS
+        # A prompt leaves little room behind it, what grows token by token more each time.
+        growth = GROWTH if held else FIRST_GROWTH
+        capacity = int(growth * (held + new_tokens)) + SPARE_TOKENS
         buffers = []
         for name, states in (("keys", keys), ("values", values)):
             batch, heads, _, head_dim = states.shape
