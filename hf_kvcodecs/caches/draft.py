@@ -114,9 +114,13 @@ class DraftLayer:
             starts.append(total)
             total += keys.shape[0] + spare
         like_keys, like_values = pieces[0]
-        # Zeros: static attention multiplies spare rows too, by weights of 0.
-        self.keys = like_keys.new_zeros((total, self.head_dims[0]))
-        self.values = like_values.new_zeros((total, self.head_dims[1]))
+        # Zeros: static attention multiplies spare rows too, by weights of 0. Ordinary tensors: they
+        # are written under whatever mode comes later.
+        with torch.inference_mode(False):
+            self.keys, self.values = (
+                torch.zeros((total, width), dtype=like.dtype, device=like.device)
+                for like, width in zip((like_keys, like_values), self.head_dims, strict=True)
+            )
         self.starts = starts
         for start, (keys, values) in zip(starts, pieces, strict=True):
             self.keys[start : start + keys.shape[0]] = keys
@@ -285,10 +289,11 @@ class StaticStep:
     @staticmethod
     def allocate(capacity: int, device: torch.device) -> StaticStep:
         """At the tail's first row."""
-        return StaticStep(
-            torch.zeros(1, dtype=torch.int64, device=device),
-            torch.zeros(capacity, dtype=torch.float32, device=device),
-        )
+        with torch.inference_mode(False):
+            return StaticStep(
+                torch.zeros(1, dtype=torch.int64, device=device),
+                torch.zeros(capacity, dtype=torch.float32, device=device),
+            )
 
     def refresh(self) -> None:
         """Makes the bias what the cursor says, on the device."""

@@ -32,8 +32,9 @@ class DraftStep:
         self._drafts = _drafts(self.cache)
         device = self.cache.own_layers[0].device
         self.static = StaticStep.allocate(self._drafts[0].capacity, device)
-        self.ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
-        self.positions = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        with torch.inference_mode(False):
+            self.ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
+            self.positions = torch.zeros((1, 1), dtype=torch.int64, device=device)
         self.logits: torch.Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":

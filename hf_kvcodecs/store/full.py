@@ -79,7 +79,8 @@ def wait_for_device() -> None:
 
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Host memory, pinned where there is a CUDA device."""
-    return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+    with torch.inference_mode(False):  # it is written under whatever mode comes later
+        return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
 @dataclass(slots=True)
@@ -195,7 +196,8 @@ class DiskStore(HostStore):
         handle, path = tempfile.mkstemp(prefix=f"hf_kvcodecs-{name}-", dir=self.folder)
         os.close(handle)
         elements = torch.Size(shape).numel()
-        buffer = torch.from_file(path, shared=True, size=elements, dtype=dtype)
+        with torch.inference_mode(False):
+            buffer = torch.from_file(path, shared=True, size=elements, dtype=dtype)
         os.unlink(path)  # the mapping keeps the bytes alive, and nothing is left behind
         return buffer.view(shape)
 

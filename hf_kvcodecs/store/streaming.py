@@ -127,7 +127,9 @@ class StagedStream(LayerStream):
 
     def load(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = self.store.tokens(layer_idx)
-        slot = self._take(layer_idx, tokens, 0)
+        slot = self._slots.get(layer_idx) if layer_idx == self._last else None
+        if slot is None or slot.tokens != tokens:
+            slot = self._take(layer_idx, tokens, 0)
         self._current().wait_event(slot.arrived)
         return _as_states(slot, tokens)
 
@@ -210,12 +212,15 @@ class StagedStream(LayerStream):
         # None fits (the sequence grew, or the batch changed): one gives its memory back.
         if self._free:
             self._forget(self._free.pop())
-        keys, values = (
-            torch.empty(
-                (tokens + SLOT_SPARE_TOKENS, *part.shape[1:]), dtype=part.dtype, device=self.device
+        with torch.inference_mode(False):  # it is written under whatever mode comes later
+            keys, values = (
+                torch.empty(
+                    (tokens + SLOT_SPARE_TOKENS, *part.shape[1:]),
+                    dtype=part.dtype,
+                    device=self.device,
+                )
+                for part in like
             )
-            for part in like
-        )
         # The compute stream's allocator may hand out memory that is still read there.
         self._side.wait_stream(self._current())
         return _Slot(keys, values)

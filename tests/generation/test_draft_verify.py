@@ -255,6 +255,23 @@ def test_a_prompt_that_was_read_before(model):
     assert torch.equal(drafted(model, ids, cache), plain)
 
 
+@pytest.mark.parametrize("full", [{}, {"full": "disk"}, {"full_codec": "gaac"}], ids=str)
+def test_a_prompt_that_was_read_under_inference_mode(model, full):
+    """Memory made there can be written outside of it, and the other way round."""
+    ids = prompt(400)
+    plain = generate(model, ids, DynamicCache())
+    cache = SpeculativeKVCache(compressor="snapkv", keep=0.5, draft_length=5, **full)
+    with torch.inference_mode():
+        model(ids[:, :300], **{CACHE_ARGUMENT: cache})
+        cache.begin_draft()
+        model(ids[:, 300:303], **{CACHE_ARGUMENT: cache})
+        cache.end_draft()
+    assert torch.equal(drafted(model, ids, cache), plain)
+    with torch.inference_mode():
+        more = torch.cat([plain, prompt(5, seed=3)], dim=1)
+        assert drafted(model, more, cache).shape[1] == more.shape[1] + 40
+
+
 def test_a_prompt_read_in_pieces(model):
     ids = prompt(60)
     plain = generate(model, ids, DynamicCache())
