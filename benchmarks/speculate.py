@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--stop", type=int, default=STOP, help=f"new tokens to replay ({STOP})")
     parser.add_argument("--methods", nargs="+", help="only these (all)")
     parser.add_argument("--shape", choices=["8b", "deep", "all"], default="all")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 65536, 131072])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 32768, 131072])
     parser.add_argument("--seconds", type=float, default=240, help="stop after so many (240)")
     args = parser.parse_args()
     if args.device == "cuda":

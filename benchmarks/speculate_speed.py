@@ -24,6 +24,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,6 @@ from hf_kvcodecs.generation.planner import plan_round
 from hf_kvcodecs.generation.row import RowDecoder
 
 DRAFT_LENGTH, ROUNDS, BASELINE_STEPS = 25, 6, 3
-FALLBACK = [25, 9, 25, 4, 18, 7, 25, 12]  # if no table was recorded; said so in the row
 DEEP_LAYERS = 240
 
 
@@ -67,15 +67,22 @@ class ReplayedAcceptance(RowDecoder):
         return accepted + 1, accepted
 
 
-def recorded_acceptance() -> tuple[list[int], str]:
-    """Accepted tokens round by round, and where they come from."""
+def recorded_acceptance(method: str, setting: str) -> list[int]:
+    """Accepted tokens round by round, as the acceptance table recorded them.
+
+    Raises:
+        SystemExit: there is no such table, or no such row in it.
+    """
     path = common.RESULTS / "speculate.jsonl"
-    if path.exists():
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        for row in rows:
-            if (row.get("method"), row.get("setting")) == ("reselect+kivi", "keep 0.2, 4 bit"):
-                return row["accepted_by_round"], f"{path.name}: {row['method']}, {row['setting']}"
-    return FALLBACK, "a made-up list"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for row in rows:
+        if (row.get("method"), row.get("setting")) == (method, setting):
+            found: list[int] = row["accepted_by_round"]
+            return found
+    raise SystemExit(
+        f"speculate: no row for {method}, {setting} in {path.name}: run benchmarks/speculate.py "
+        "without --device first"
+    )
 
 
 class Results:
@@ -181,8 +188,6 @@ def speed_8b(args: argparse.Namespace, results: Results, link: float) -> None:
 
     model = llama_8b()
     weights = torch.cuda.memory_allocated()
-    recorded, source = recorded_acceptance()
-    results.add(case="replayed", source=source, mean=statistics.fmean(recorded))
     for tokens in args.lengths:
         if results.time_left < 20 + tokens / 4096:
             results.add(case="skipped", tokens=tokens, why="no time left")
@@ -192,69 +197,88 @@ def speed_8b(args: argparse.Namespace, results: Results, link: float) -> None:
         clean()
         results.add(case="offloaded", tokens=tokens, step_ms=step * 1e3, kv_gb=kv_bytes / 1e9)
         for full_codec in ("gaac", None):
-            settings = settings_of(tokens, full_codec, kv_bytes)
+            if results.time_left < 15 + tokens / 8192:
+                results.add(case="skipped", tokens=tokens, codec=full_codec, why="no time left")
+                continue
             cache = SpeculativeKVCache(
-                model.config, compressor=dropping(0.2), full_codec=full_codec, refresh_tokens=512
+                model.config, compressor=UNIFORM, full_codec=full_codec, refresh_tokens=512
             )
             cache.decoding = True
             fill(cache, model.config, tokens)
-            for name, compressor, staging in settings:
+            for setting in settings(tokens, full_codec):
                 if results.time_left < 8:
                     break
-                row = measure(
-                    model, cache, compressor, staging, itertools.cycle(recorded), link, weights
-                )
+                row = measure(model, cache, setting, link, weights)
                 compare(row, step, kv_bytes / link)
-                results.add(case="ours", tokens=tokens, setting=name, codec=full_codec, **row)
-            if tokens == 65536 and full_codec == "gaac":
-                results.add(case="overlap", tokens=tokens, **overlap(model, cache, recorded))
+                results.add(case="ours", tokens=tokens, codec=full_codec, **row)
+            if tokens == 65536 and full_codec == "gaac" and results.time_left > 10:
+                folder = results.path.parent
+                results.add(case="overlap", tokens=tokens, **overlap(model, cache, folder))
             del cache
             clean()
     del model
     clean()
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A draft face of some shape, the recorded acceptance of the method that has that shape, and
+    how many layers are staged."""
+
+    method: str
+    keep: float
+    compressor: Compressor
+    layers: int
+
+    @property
+    def recorded(self) -> list[int]:
+        return recorded_acceptance(self.method, f"keep {self.keep}")
+
+
 def dropping(keep: float) -> Compressor:
-    """As many tokens in each head: what the tokens are does not matter here."""
+    """As many tokens in each head, as SnapKV keeps them: which ones does not matter for speed."""
     return Compressor(dropper=Dropper(scorer=StreamingLLM(), keep=keep))
 
 
-def settings_of(
-    tokens: int, full_codec: str | None, kv_bytes: float
-) -> list[tuple[str, Compressor, int | None]]:
-    """Name, compressor, staging bytes. The most at 64K."""
-    layer = int(kv_bytes / 32 * 1.02)
-    keep = 0.125
-    small = [(f"keep {keep}, 2 layers", dropping(keep), None)]
+def ragged(keep: float) -> Compressor:
+    """Another count in each head, as KVzip keeps them."""
+    return Compressor(dropper=Dropper(scorer=Knorm(), keep=keep, budget="model"))
+
+
+UNIFORM = dropping(0.2)
+
+
+def settings(tokens: int, full_codec: str | None) -> list[Setting]:
+    """The most at 64K."""
+    two, everything = (Setting("snapkv", 0.2, UNIFORM, layers) for layers in (2, 34))
     if tokens != 65536:
-        return [*small, (f"keep {keep}, all layers", dropping(keep), 34 * layer)]
-    rows: list[tuple[str, Compressor, int | None]] = list(small)
-    for layers in (4, 8, 16, 32):
-        staging = (layers + 2 if layers == 32 else layers) * layer
-        rows.append((f"keep {keep}, {layers} layers", dropping(keep), staging))
-    if full_codec == "gaac":
-        rows.append(("keep 0.2, 2 layers", dropping(0.2), None))
-        ragged = Dropper(scorer=Knorm(), keep=keep, budget="model")
-        rows.append((f"keep {keep}, ragged, 2 layers", Compressor(dropper=ragged), None))
-    return rows
+        return [two, everything] if full_codec else [two]
+    if full_codec is None:
+        return [two, everything]
+    return [
+        two,
+        *(Setting("snapkv", 0.2, UNIFORM, layers) for layers in (4, 8, 16)),
+        everything,
+        Setting("kvzip", 0.2, ragged(0.2), 2),
+        Setting("kvzip", 0.2, ragged(0.2), 34),
+        Setting("snapkv", 0.1, dropping(0.1), 2),
+    ]
 
 
 @torch.no_grad()
 def measure(
     model: Any,
     cache: SpeculativeKVCache,
-    compressor: Compressor,
-    staging: int | None,
-    recorded: Iterator[int],
+    setting: Setting,
     link: float,
     weights: int,
 ) -> dict[str, Any]:
     """Rounds with that draft face and staging area; the cache is given back as long as it was."""
     held = cache.get_seq_length()
-    renew(cache, compressor, staging)
+    renew(cache, setting.compressor, setting.layers)
     torch.cuda.reset_peak_memory_stats()
     decoder = decoder_of(model, cache, held)
-    decoder.recorded = recorded
+    decoder.recorded = itertools.cycle(setting.recorded)
     decoder._round()  # compresses, captures the graph, warms up
     peak_first = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -280,6 +304,8 @@ def measure(
     cache.end_draft()
     cache.crop(held - cache.get_seq_length())
     return {
+        "setting": f"{setting.method} keep {setting.keep}, {setting.layers} layers staged",
+        "recorded_mean_accepted": statistics.fmean(setting.recorded),
         "round_ms": round_seconds * 1e3,
         "rounds_ms": [1e3 * one for one in seconds],
         "tokens_per_round": made / ROUNDS,
@@ -297,12 +323,15 @@ def measure(
     }
 
 
-def renew(cache: SpeculativeKVCache, compressor: Compressor, staging: int | None) -> None:
+def renew(cache: SpeculativeKVCache, compressor: Compressor, layers: int) -> None:
     """Another draft face and another staging area over the same exact face."""
     for layer in cache.own_layers:
         layer.draft = None
     cache.faces.drop()
     cache.faces.streams.clear()
+    layer_bytes = cache.face_bytes()[2] / len(cache.own_layers)
+    # Slots have some spare rows; two layers are what None means.
+    staging = None if layers <= 2 else int(layers * (layer_bytes * 1.02 + (4 << 20)))
     cache.faces.compressor, cache.faces.staging_bytes = compressor, staging
     clean()
 
@@ -373,17 +402,20 @@ def compare(row: dict[str, Any], offloaded_seconds: float, ideal_seconds: float)
 
 
 @torch.no_grad()
-def overlap(model: Any, cache: SpeculativeKVCache, recorded: list[int]) -> dict[str, float]:
-    """How much of the transfer to the device a trace shows beside kernels, in one round."""
+def overlap(model: Any, cache: SpeculativeKVCache, folder: Path) -> dict[str, float]:
+    """How much of the transfer to the device a trace shows beside kernels, in one round with every
+    layer staged; the trace is written to ``folder``."""
     from torch.profiler import ProfilerActivity, profile
 
     held = cache.get_seq_length()
+    renew(cache, UNIFORM, 34)
     decoder = decoder_of(model, cache, held)
-    decoder.recorded = itertools.cycle(recorded)
+    decoder.recorded = itertools.cycle(recorded_acceptance("snapkv", "keep 0.2"))
     decoder._round()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
         decoder._round()
         torch.cuda.synchronize()
+    trace.export_chrome_trace(str(folder / "speculate_trace.json.gz"))
     copies, kernels = [], []
     for event in trace.events():
         if event.device_type != torch.autograd.DeviceType.CUDA:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -178,13 +179,14 @@ class DraftLayer:
         kernels over the whole capacity, for CUDA graphs."""
         heads = len(self.counts)
         scale = float(self.head_dims[0]) ** -0.5 if scale is None else scale
-        grouped = query[0, :, 0].unflatten(0, (heads, -1)) * scale  # [kv_heads, group, head_dim]
+        grouped = query[0, :, 0].unflatten(0, (heads, -1))  # [kv_heads, group, head_dim]
         sizes = [count + self.capacity for count in self.counts]
         if len(set(sizes)) == 1 and not self._decodes:
             keys, values = (
                 part.view(heads, sizes[0], part.shape[-1]) for part in (self.keys, self.values)
             )
-            return _attend_biased(grouped, keys, values, tail_bias).flatten(0, 1)[None, :, None]
+            out = _attend_biased(grouped, keys, values, scale, tail_bias)
+            return out.flatten(0, 1)[None, :, None]
         decoded = self._decoded(self.keys.dtype, self.values.dtype) if self._decodes else None
         outputs = []
         for head, (start, size) in enumerate(zip(self.starts, sizes, strict=True)):
@@ -192,7 +194,9 @@ class DraftLayer:
             if decoded is not None:
                 keys = torch.cat([decoded[head][0], keys])
                 values = torch.cat([decoded[head][1], values])
-            outputs.append(_attend_biased(grouped[head][None], keys[None], values[None], tail_bias))
+            outputs.append(
+                _attend_biased(grouped[head][None], keys[None], values[None], scale, tail_bias)
+            )
         return torch.cat(outputs).flatten(0, 1)[None, :, None]
 
     @property
@@ -264,13 +268,32 @@ def _attend(
 
 
 def _attend_biased(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tail_bias: torch.Tensor
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    tail_bias: torch.Tensor,
 ) -> torch.Tensor:
-    """``query`` ``[heads, group, d]``, scaled, over ``keys``, ``values`` ``[heads, rows, d]``; the
-    bias is for the last rows. Scores and weights are float32."""
-    scores = (query @ keys.transpose(-1, -2)).float()
+    """``query`` ``[heads, group, d]`` over ``keys``, ``values`` ``[heads, rows, d]``; the bias is
+    for the last rows. Scores are float32 from the product on."""
+    if keys.dtype != torch.float32 and _multiplies_to_float32(keys.device, keys.dtype):
+        scores = torch.bmm(query, keys.transpose(-1, -2), out_dtype=torch.float32) * scale
+    else:
+        scores = query.float() @ keys.float().transpose(-1, -2) * scale
     scores[..., scores.shape[-1] - tail_bias.shape[0] :] += tail_bias
     return scores.softmax(-1).to(values.dtype) @ values
+
+
+@functools.cache
+def _multiplies_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch multiplies ``dtype`` to float32 there without widening the inputs."""
+    if device.type != "cuda":
+        return False
+    one = torch.ones((1, 16, 16), dtype=dtype, device=device)
+    try:
+        return bool(torch.bmm(one, one, out_dtype=torch.float32)[0, 0, 0] == 16)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
 
 
 @dataclass(slots=True)
