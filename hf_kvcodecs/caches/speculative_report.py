@@ -20,7 +20,8 @@ class DraftVerifyReport:
         full_bytes: bytes of the exact face at the end, as they cross the link.
         dense_bytes: what the same tokens take in transformers' own cache.
         staging_bytes: the largest staging area.
-        prefill_seconds, compress_seconds, draft_seconds, verify_seconds: where the time went.
+        prefill_seconds, compress_seconds, draft_seconds, verify_seconds: where the time went, by
+            the host's clock: on a GPU, work enqueued in one part may finish in the next.
     """
 
     rounds: int = 0

@@ -6,7 +6,13 @@ from abc import ABC, abstractmethod
 
 
 class DraftLength(ABC):
-    """Names the next draft's length, and is told how the last one went."""
+    """Names the next draft's length, and is told how the last one went.
+
+    Attributes:
+        needs_seconds: drafting and verifying have to be timed apart, for which the host waits.
+    """
+
+    needs_seconds = False
 
     @abstractmethod
     def next(self) -> int:
@@ -42,6 +48,8 @@ class AdaptiveLength(DraftLength):
         decay: weight of a round against the next one's.
         prior_accepted, prior_rejected: counts to begin with.
     """
+
+    needs_seconds = True
 
     def __init__(
         self,

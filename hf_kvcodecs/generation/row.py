@@ -9,6 +9,7 @@ import torch
 
 from ..caches.speculative import SpeculativeKVCache
 from ..caches.speculative_report import DraftVerifyReport
+from ..store.full import wait_for_device
 from .candidate_generator import Draft, SameModelCandidateGenerator
 from .choice import against_draft, draw
 from .draft_length import draft_length
@@ -108,6 +109,8 @@ class RowDecoder:
         room = self.max_length - self.ids.shape[1] - 1
         draft = self._draft(min(self.length.next(), room))
         drafted = draft.tokens.shape[1]
+        if self.length.needs_seconds:
+            wait_for_device()
         drafting = time.perf_counter() - began
         self.cache.begin_verify()
         start = self.ids.shape[1] - 1
