@@ -9,10 +9,13 @@ from transformers import DynamicCache
 from hf_kvcodecs import SpeculativeKVCache, draft_verify
 from hf_kvcodecs.caches.attention_view import SDPACall
 from hf_kvcodecs.caches.split_attention import split_attention
+from hf_kvcodecs.kernels.ragged_attention import ragged_attention, ragged_attention_works
+from hf_kvcodecs.kernels.ragged_attention.reference import ragged_attention_reference
 from hf_kvcodecs.store.packed import PackedStore, RegisterSegment
 
 from .caches.test_split_attention import case
 from .harness import assert_same_bits, forward, generate, prompt, tiny_llama
+from .kernels.test_ragged_attention import inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,6 +105,19 @@ def test_attention_without_a_mask(dtype, padding):
     plain = [part.repeat_interleave(4, 1) if i else part for i, part in enumerate(wide)]
     peer = torch.nn.functional.scaled_dot_product_attention(*plain, mask).double()
     assert error <= 2 * (peer - expected).abs().max() + 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_ragged_attention(dtype, head_dim):
+    assert ragged_attention_works(torch.device("cuda", 0), dtype, head_dim)
+    for counts in ([5000, 13, 900], [9000] * 8):
+        given = inputs(counts, group=4, head_dim=head_dim, dtype=dtype)
+        given = [part.cuda() for part in given]
+        out = ragged_attention(*given, head_dim**-0.5).float()
+        expected = ragged_attention_reference(*given, head_dim**-0.5)
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-3
+        torch.testing.assert_close(out, expected, atol=tolerance, rtol=1e-2)
 
 
 def test_staging_takes_two_layers_and_no_more():

@@ -10,6 +10,11 @@ import torch.nn.functional as F
 
 from ..compressors import Compressor
 from ..compressors.quantise import Quantised
+from ..kernels.ragged_attention import (
+    ragged_attention,
+    ragged_attention_works,
+    unsupported_reason,
+)
 from .attention_view import SDPACall
 
 
@@ -20,6 +25,13 @@ class PackedHistory:
     keys: Quantised
     values: Quantised
     counts: list[int]
+
+    def _note_segments(self) -> None:
+        """Where each head begins and how many tokens it has kept, for the kernel."""
+        self._segments_at = tuple(
+            torch.tensor(numbers, dtype=torch.int64, device=self.keys.device)
+            for numbers in (self.starts, self.counts)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +135,7 @@ class DraftLayer:
                 for like, width in zip((like_keys, like_values), self.head_dims, strict=True)
             )
         self.starts = starts
+        self._note_segments()
         for start, (keys, values) in zip(starts, pieces, strict=True):
             self.keys[start : start + keys.shape[0]] = keys
             self.values[start : start + keys.shape[0]] = values
@@ -172,14 +185,25 @@ class DraftLayer:
         self.values.index_copy_(0, rows, values[0, :, 0])
 
     def attend_static(
-        self, query: torch.Tensor, scale: float | None, tail_bias: torch.Tensor
+        self,
+        query: torch.Tensor,
+        scale: float | None,
+        tail_bias: torch.Tensor,
+        cursor: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention ``[1, q_heads, 1, head_dim]`` of one token over everything kept and the rows of
         the tail that ``tail_bias`` (float32 ``[capacity]``, 0 or -inf) shows: a fixed sequence of
-        kernels over the whole capacity, for CUDA graphs."""
+        kernels, for CUDA graphs. With ``cursor`` (int64 ``[1]``, the tail's newest row) a kernel
+        reads those rows alone, where there is one; else the whole capacity is read."""
         heads = len(self.counts)
         scale = float(self.head_dims[0]) ** -0.5 if scale is None else scale
         grouped = query[0, :, 0].unflatten(0, (heads, -1))  # [kv_heads, group, head_dim]
+        if cursor is not None and not self._decodes and self._kernel_fits(grouped):
+            starts, counts = self._segments_at
+            out = ragged_attention(
+                grouped.contiguous(), self.keys, self.values, starts, counts, cursor, scale
+            )
+            return out.flatten(0, 1)[None, :, None]
         sizes = [count + self.capacity for count in self.counts]
         if len(set(sizes)) == 1 and not self._decodes:
             keys, values = (
@@ -199,6 +223,14 @@ class DraftLayer:
             )
         return torch.cat(outputs).flatten(0, 1)[None, :, None]
 
+    def _kernel_fits(self, query: torch.Tensor) -> bool:
+        """Whether the kernel for ragged segments takes them."""
+        return (
+            self.keys.device.type == "cuda"
+            and unsupported_reason(query, self.keys, self.values) is None
+            and ragged_attention_works(self.keys.device, self.keys.dtype, self.head_dims[0])
+        )
+
     @property
     def _decodes(self) -> bool:
         """Whether quantised tokens are decoded each time."""
@@ -215,6 +247,7 @@ class DraftLayer:
         # The tail is part of the segments now: rows are counted from behind the kept tokens again.
         self.counts, self.capacity = counts, self.capacity + tail
         self._tail_rows = self._tail_rows - tail
+        self._note_segments()
 
     def cut_tail(self, tokens: int) -> None:
         """Keeps the first ``tokens`` tokens of the tail."""
@@ -346,7 +379,8 @@ class DraftStates:
         # The mask says what the draft face has by construction: padding is not kept, and the new
         # tokens see each other causally. What a model hides beyond that, a draft may see.
         if self.static is not None:
-            return self.layer.attend_static(query, call.scale, self.static.tail_bias)
+            static = self.static
+            return self.layer.attend_static(query, call.scale, static.tail_bias, static.cursor)
         return self.layer.attend(query, call.scale)
 
     def dense(self, part: int) -> torch.Tensor:

@@ -22,6 +22,10 @@ from triton.compiler import ASTSource
 from hf_kvcodecs.kernels.exponent_pack.kernel import _pack_kernel
 from hf_kvcodecs.kernels.exponent_unpack.kernel import _unpack_kernel
 from hf_kvcodecs.kernels.packed_attention.kernel import _merge_kernel, _packed_attention_kernel
+from hf_kvcodecs.kernels.ragged_attention.kernel import (
+    _ragged_attention_kernel,
+    _ragged_merge_kernel,
+)
 from hf_kvcodecs.kernels.register_blocks import slot_words
 
 POINTERS = {
@@ -29,6 +33,7 @@ POINTERS = {
     "cursors_ptr": "*i32", "pool_ptr": "*i32", "bases_ptr": "*u8", "part_ptr": "*fp32",
     "stat_ptr": "*fp32", "sinks_ptr": "*bf16", "scale": "fp32", "softcap": "fp32",
 }  # fmt: skip
+RAGGED = {"starts_ptr": "*i64", "counts_ptr": "*i64", "cursor_ptr": "*i64"}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], states: str, target: int, **options: Any):
@@ -36,7 +41,8 @@ def compiled(kernel: Any, constants: dict[str, Any], states: str, target: int, *
     signature, aligned = {}, {}
     for number, name in enumerate(kernel.arg_names):
         other = states if name.endswith("_ptr") else "i32"
-        signature[name] = "constexpr" if name in constants else POINTERS.get(name, other)
+        known = POINTERS | (RAGGED if kernel.__name__.startswith("_ragged") else {})
+        signature[name] = "constexpr" if name in constants else known.get(name, other)
         if name.endswith("_ptr") or name.startswith("stride"):
             aligned[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -75,6 +81,11 @@ def main() -> None:
         report[head_dim] = {"ttgir": result.asm["ttgir"], "sass": code}
     merge = {"HEAD_DIM": 128, "BLOCK_D": 32, "S": 64, "SINKS": True, "PDL": target >= 90}
     compiled(_merge_kernel, merge, "*bf16", target, num_warps=4)
+    for head_dim in (64, 128, 256):
+        ragged = {"SPLITS": 32, "G": 16, "D": head_dim}
+        block = {"BLOCK_T": 64 if head_dim < 256 else 32, "UPCAST": False}
+        compiled(_ragged_attention_kernel, ragged | block, "*bf16", target, num_warps=4)
+        compiled(_ragged_merge_kernel, ragged, "*bf16", target, num_warps=4)
     json.dump(report, sys.stdout)
 
 
