@@ -26,13 +26,6 @@ class PackedHistory:
     values: Quantised
     counts: list[int]
 
-    def _note_segments(self) -> None:
-        """Where each head begins and how many tokens it has kept, for the kernel."""
-        self._segments_at = tuple(
-            torch.tensor(numbers, dtype=torch.int64, device=self.keys.device)
-            for numbers in (self.starts, self.counts)
-        )
-
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
@@ -235,6 +228,13 @@ class DraftLayer:
     def _decodes(self) -> bool:
         """Whether quantised tokens are decoded each time."""
         return self.packed is not None and not self.hold_decoded
+
+    def _note_segments(self) -> None:
+        """Where each head begins and how many tokens it has kept, for the kernel."""
+        self._segments_at = tuple(
+            torch.tensor(numbers, dtype=torch.int64, device=self.keys.device)
+            for numbers in (self.starts, self.counts)
+        )
 
     def _grow(self, new: int) -> None:
         pieces = [
