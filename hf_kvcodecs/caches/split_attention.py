@@ -8,6 +8,7 @@ from .attention_view import SDPACall
 from .lazy_attention import padding_starts
 
 FROM_TOKENS = 2048  # below, the mask and the repeated heads cost little
+MOST_NEW_TOKENS = 512  # their products with each other are held whole
 
 
 def split_attention(
@@ -29,7 +30,7 @@ def split_attention(
     batch, q_heads, new, head_dim = query.shape
     known = keys.shape[2] - new
     if (
-        new < 2
+        not 2 <= new <= MOST_NEW_TOKENS
         or known < FROM_TOKENS
         or q_heads % keys.shape[1]
         or head_dim % 8

@@ -40,5 +40,6 @@ def test_what_it_leaves_alone():
     for call in (SDPACall(holes), SDPACall(None), SDPACall(mask, dropout_p=0.1)):
         assert split_attention(query, keys, values, call) is None
     assert split_attention(*case(known=100)[:3], SDPACall(case(known=100)[3])) is None
-    one = case(new=1)
-    assert split_attention(*one[:3], SDPACall(one[3])) is None
+    for new in (1, 513):
+        other = case(new=new)
+        assert split_attention(*other[:3], SDPACall(other[3])) is None
