@@ -25,8 +25,9 @@ class AttentionSource(Protocol):
     like: tuple[torch.Tensor, torch.Tensor]
     new_tokens: int
 
-    def attend(self, query: torch.Tensor, call: SDPACall) -> torch.Tensor:
-        """Attention of ``query`` ``[batch, q_heads, new_tokens, head_dim]``; the output alike."""
+    def attend(self, query: torch.Tensor, call: SDPACall) -> torch.Tensor | None:
+        """Attention of ``query`` ``[batch, q_heads, new_tokens, head_dim]``, the output alike; None
+        where it is to be computed as asked, from dense tensors."""
         ...
 
     def dense(self, part: int) -> torch.Tensor:
@@ -151,6 +152,8 @@ def _attend(query: torch.Tensor, key: Any, value: Any, *args: Any, **kwargs: Any
     # A single query token's group may come packed as query tokens (`pack_gqa`).
     plain = query.reshape(batch, -1, source.new_tokens, head_dim)
     out = source.attend(plain, SDPACall(*args, **kwargs))
+    if out is None:
+        return F.scaled_dot_product_attention(query, key.dense(), value.dense(), *args, **kwargs)
     return out.reshape(batch, heads, tokens, out.shape[-1])
 
 
@@ -183,38 +186,10 @@ class WatchedStates:
     def dense(self, part: int) -> torch.Tensor:
         return self.like[part]
 
-    def attend(self, query: torch.Tensor, call: SDPACall) -> torch.Tensor:
-        keys, values = self.like
+    def attend(self, query: torch.Tensor, call: SDPACall) -> torch.Tensor | None:
         if self._watch is not None:
             self._watch(query, call.scale)
-        if self._answer is not None:
-            out = self._answer(query, keys, values, call)
-            if out is not None:
-                return out
-        mask = call.attn_mask
-        groups = query.shape[1] // keys.shape[1]
-        if groups > 1 and not call.enable_gqa:
-            if self.new_tokens == 1 and (mask is None or mask.shape[1] == 1):
-                # As `pack_gqa` had it: the same products without repeated keys.
-                packed = query.reshape(query.shape[0], keys.shape[1], groups, query.shape[-1])
-                out = F.scaled_dot_product_attention(
-                    packed, keys, values, mask, call.dropout_p, scale=call.scale
-                )
-                return out.reshape(*query.shape[:-1], out.shape[-1])
-            keys, values = (
-                states[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
-                for states in (keys, values)
-            )
-        return F.scaled_dot_product_attention(
-            query,
-            keys,
-            values,
-            mask,
-            call.dropout_p,
-            call.is_causal,
-            scale=call.scale,
-            enable_gqa=call.enable_gqa,
-        )
+        return None if self._answer is None else self._answer(query, *self.like, call)
 
 
 def views(source: AttentionSource) -> tuple[torch.Tensor, torch.Tensor]:
