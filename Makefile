@@ -33,6 +33,8 @@ lint: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/decode_cpu.py
+	$(BIN)/python benchmarks/reuse.py
+	$(BIN)/python benchmarks/reuse_quality.py
 
 $(VENV)/ready: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)

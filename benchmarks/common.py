@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_kvcodecs
@@ -144,8 +142,16 @@ def print_table(
     title: str, rows: list[dict[str, Any]], headers: dict[str, str] | None = None
 ) -> None:
     """``rows`` under ``title``: the keys of ``headers``, or every key of the first row by name."""
-    table = Table(title=title, title_justify="left", title_style="bold")
     headers = headers or {name: name.replace("_", " ") for name in rows[0]}
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:  # a machine with torch and transformers alone
+        print(title, " | ".join(headers.values()), sep="\n")
+        for row in rows:
+            print(" | ".join(show(row.get(name)).replace("\n", ", ") for name in headers))
+        return
+    table = Table(title=title, title_justify="left", title_style="bold")
     for name, header in headers.items():
         is_text = isinstance(rows[0].get(name), str)
         table.add_column(header, justify="left" if is_text else "right")

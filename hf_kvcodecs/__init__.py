@@ -1,5 +1,6 @@
 """Drop-in transformers caches that make long contexts fit, without changing what the model says."""
 
+from .caches.chunk_reuse import ChunkReuseCache, ReuseReport
 from .caches.gaac import GAACCache
 from .caches.report import MemoryReport
 from .caches.speculative import SpeculativeKVCache
@@ -9,18 +10,23 @@ from .errors import CacheMisuseError, CorruptDataError, KVCodecsError, Unsupport
 from .generation.draft_verify import draft_verify
 from .generation.planner import plan
 from .generation.switch import disable, enable
+from .store import ChunkStore, StoreStats
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CacheMisuseError",
+    "ChunkReuseCache",
+    "ChunkStore",
     "Compressor",
     "CorruptDataError",
     "DraftVerifyReport",
     "GAACCache",
     "KVCodecsError",
     "MemoryReport",
+    "ReuseReport",
     "SpeculativeKVCache",
+    "StoreStats",
     "UnsupportedLayoutError",
     "__version__",
     "disable",

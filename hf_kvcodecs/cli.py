@@ -1,4 +1,4 @@
-"""The command line: ``hf-kvcodecs demo`` and ``hf-kvcodecs plan``."""
+"""The command line: ``hf-kvcodecs demo``, ``store`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -36,10 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     demo.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     demo.set_defaults(run=run_demo)
+    store = commands.add_parser("store", help="what a chunk store's folder holds")
+    store.add_argument("folder", help="the folder given as ChunkStore(disk=...)")
+    store.add_argument("--verify", action="store_true", help="read every file, remove damaged ones")
+    store.add_argument("--clear", action="store_true", help="remove every chunk")
+    store.set_defaults(run=run_store)
     add_plan(commands)
     options = parser.parse_args(arguments)
     try:
-        return int(options.run(options))
+        status: int = options.run(options)
+        return status
     except (OSError, ValueError, ImportError) as error:
         print(f"hf-kvcodecs: {error}", file=sys.stderr)
         return 2
@@ -183,6 +189,42 @@ def run_demo(options: argparse.Namespace) -> int:
         ),
     }
     return _print_comparison(console, runs, tokenizer, ids.shape[1])
+
+
+def run_store(options: argparse.Namespace) -> int:
+    """Prints the chunks of each model in a folder; 1 if a damaged one was found."""
+    from pathlib import Path
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from .store.files import checked_chunk
+    from .store.tiers import DiskTier
+
+    if not Path(options.folder).is_dir():
+        raise FileNotFoundError(f"{options.folder}: no such folder")
+    tier, console = DiskTier(options.folder), Console()
+    table = Table("model and namespace", "chunks", "tokens", "MiB", "damaged", title="Chunk store")
+    damaged = 0
+    for space in sorted(path.name for path in tier.folder.iterdir() if path.is_dir()):
+        sizes, bad = [], 0
+        for name in sorted(tier.names(space)):
+            data = tier.read(space, name) or b""
+            tokens = checked_chunk(data, whole=options.verify)
+            if tokens is None:
+                bad += 1
+                if options.verify:
+                    tier.remove(space, name)
+            else:
+                sizes.append((tokens, len(data)))
+        tokens, nbytes = (sum(column) for column in zip((0, 0), *sizes, strict=True))
+        table.add_row(space[:12], f"{len(sizes)}", f"{tokens}", f"{nbytes / 2**20:.1f}", f"{bad}")
+        damaged += bad
+    console.print(table)
+    if options.clear:
+        tier.clear()
+        console.print("Every chunk was removed.")
+    return 1 if damaged else 0
 
 
 def code_prompt(tokenizer: Any, tokens: int) -> Any:

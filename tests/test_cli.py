@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+from hf_kvcodecs import ChunkStore
+
+from .store.test_store import put, text
+
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hf_kvcodecs.cli", *arguments]
@@ -28,7 +32,19 @@ def test_demo_shows_identical_tokens_and_a_smaller_cache():
     assert "GAACCache: prompt" in done.stderr, "no progress bar"
 
 
+def test_store_lists_and_verifies_a_folder(tmp_path):
+    put(ChunkStore(disk=tmp_path).space("m"), text(250, 1))
+    listed = run("store", str(tmp_path))
+    assert listed.returncode == 0, listed.stderr
+    assert "│ 3      │ 250" in listed.stdout
+    file = next(tmp_path.glob("*/*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert run("store", str(tmp_path), "--verify", "--clear").returncode == 1
+    assert not list(tmp_path.glob("*/*"))
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
+    (["store", "/no/such/folder"], "no such folder"),
     (["demo", "--model", "/no/such/folder"], "hf-kvcodecs: "),
     (["demo", "--tokens", "0"], "expected a number of at least 1"),
     (["demo", "--colour", "red"], "unrecognized arguments"),

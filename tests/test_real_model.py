@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_kvcodecs import GAACCache
+from hf_kvcodecs import ChunkReuseCache, ChunkStore, GAACCache
 from hf_kvcodecs.caches.sequence import _cast
 from hf_kvcodecs.codecs import codec_for
 from hf_kvcodecs.codecs.words import to_words
@@ -84,6 +84,28 @@ def test_twenty_real_prompts(smollm2, dtype):
     assert len(prompts) == 20
     for ids in prompts:
         compare_tokens(model, ids, 64)
+
+
+@every_dtype
+def test_a_real_document_moves(smollm2, dtype):
+    """Every layer's keys turn, also in bf16, and what follows the document hardly notices."""
+    model, tokenizer = smollm2(dtype)
+    document = tokenizer(inspect.getsource(argparse)[20_000:22_500], return_tensors="pt").input_ids
+    first, second, question = (
+        tokenizer(text, return_tensors="pt").input_ids
+        for text in ("# A file.\n", "Here is a listing of a Python file.\n", "\n# In short, this")
+    )
+    store = ChunkStore()
+    seen = torch.cat([first, document, question], 1)
+    forward(model, seen, ChunkReuseCache(model, store), logits_to_keep=1)
+    ids = torch.cat([second, document, question], 1)
+    cache = ChunkReuseCache(model, store)
+    assert all(cache.rotation.layers)
+    got = forward(model, ids, cache, logits_to_keep=1).double().log_softmax(-1)
+    plain = forward(model, ids, DynamicCache(), logits_to_keep=1).double().log_softmax(-1)
+    assert cache.report().moved_tokens > 400
+    assert cache.report().computed_tokens < 100
+    assert 0 <= float((plain.exp() * (plain - got)).sum()) < 0.02
 
 
 def test_beams_on_the_real_model(smollm2):

@@ -63,7 +63,7 @@ def test_a_wrong_import_would_be_seen(tmp_path, monkeypatch):
     assert imported_rooms(module) == {"caches", "store"}
 
 
-@pytest.mark.parametrize("room", ["layouts", "kernels", "codecs"])
+@pytest.mark.parametrize("room", ["layouts", "kernels", "codecs", "store"])
 def test_lower_rooms_know_nothing_of_transformers(room):
     paths = [p for p in MODULES if p.relative_to(ROOT).parts[0].removesuffix(".py") == room]
     assert paths
@@ -88,6 +88,8 @@ def test_the_core_imports_without_triton_and_extras():
         "platformdirs",
         "hypothesis",
         "matplotlib",
+        "redis",
+        "peft",
     ]
     code = (
         f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"

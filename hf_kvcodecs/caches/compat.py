@@ -45,6 +45,9 @@ def calling_attention(depth: int = 8) -> str | None:
         if frame.f_back is None:
             break
         frame = frame.f_back
+        # Reading f_locals makes Python keep them: of methods alone, not of who made the cache.
+        if frame.f_code.co_varnames[:1] != ("self",):
+            continue
         module = frame.f_locals.get("self")
         if isinstance(module, torch.nn.Module):
             config = getattr(module, "config", None)

@@ -27,7 +27,7 @@ TAIL_TOKENS = BLOCK_TOKENS + 2 * KEEP_TOKENS
 POOL_WORDS = 384  # reserved per block of 128 channels; real caches take about 270
 
 
-def _in_place(method: Callable[_P, _R]) -> Callable[_P, _R]:
+def in_place(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Makes ordinary tensors whatever mode the caller is in: one made under ``inference_mode``
     could not be written outside of it."""
 
@@ -67,7 +67,7 @@ class FusedPair:
     are the first ones; after a crop or a change of the batch it raises.
     """
 
-    @_in_place
+    @in_place
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         batch, heads, _, head_dim = keys.shape
         self.tokens = 0
@@ -86,8 +86,12 @@ class FusedPair:
         return self.tail.shape[1]
 
     @property
+    def sealed_blocks(self) -> int:
+        return self.blocks.blocks
+
+    @property
     def sealed_tokens(self) -> int:
-        return self.blocks.blocks * BLOCK_TOKENS
+        return self.sealed_blocks * BLOCK_TOKENS
 
     @property
     def tail_tokens(self) -> int:
@@ -127,7 +131,7 @@ class FusedPair:
     def tail_nbytes(self) -> int:
         return self.tail.nbytes
 
-    @_in_place
+    @in_place
     def append(self, keys: torch.Tensor, values: torch.Tensor, seal: bool = True) -> FusedPair:
         """This pair with new tokens behind the others; full blocks are sealed if ``seal``."""
         self._check_whole()
@@ -277,7 +281,7 @@ class FusedPair:
         keys, values = self.tail[:, :, :, : self.tail_tokens]
         return packed_attention(q, self.blocks, keys, values, scale=scale, starts=starts)
 
-    @_in_place
+    @in_place
     def crop(self, tokens: int, seal: bool = True) -> FusedPair:
         """The first ``tokens`` tokens; a cut into sealed blocks packs what is left anew, if
         ``seal``."""
@@ -287,9 +291,13 @@ class FusedPair:
             self.tokens = tokens
             return self
         keys, values = self.dense(tokens)
-        return FusedPair(keys, values).append(keys, values, seal)
+        return self._new(keys, values).append(keys, values, seal)
 
-    @_in_place
+    def _new(self, keys: torch.Tensor, values: torch.Tensor) -> FusedPair:
+        """An empty pair of this kind."""
+        return FusedPair(keys, values)
+
+    @in_place
     def select_batch(self, index: torch.Tensor) -> FusedPair:
         """Rows ``index`` (int64) of the batch, in that order, repeats allowed. Sealed blocks stay
         where they are; the tables change."""
@@ -300,7 +308,7 @@ class FusedPair:
     def snapshot(self) -> FusedSnapshot:
         return FusedSnapshot(self)
 
-    @_in_place
+    @in_place
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedPair:
         return self._with(self.tail.clone(), self.blocks.clone())
 

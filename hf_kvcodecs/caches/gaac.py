@@ -9,20 +9,26 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import DynamicCache, PreTrainedConfig, StaticCache
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
+from ..kernels.packed_append import MAX_NEW_TOKENS
 from .compat import attention_arguments, calling_attention, notice_once
 from .files import load_cache, save_cache
 from .guards import NeedsConfigForOtherLayers, PromptLength, check_first_forward, check_layer_order
 from .layer import GAACLayer, GAACOptions, check_states
+from .offloaded import Staging
 from .report import MemoryReport, measure
+from .static_layer import StaticGAACLayer, check_static
+from .static_pair import StaticPair
 from .view import dense_of
 
 # Attention that calls torch functions on keys and values, so that a KVView may stand in for them.
 # Compiled attention (flex_attention), flash attention and hub kernels get dense tensors. None:
 # nobody to ask, a view is right anyway.
 LAZY_ATTENTION = (None, "sdpa", "eager")
+
+UNCHECKED_TOKENS = 128  # with max_tokens: how many are added between two looks at the device
 
 
 class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
@@ -46,7 +52,13 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         backend: "auto" | "torch" | "compile": what unpacks. "auto" uses Triton kernels on NVIDIA
             GPUs, the others never do. On a CPU "auto" compiles one fused pass with the C++ compiler
             at hand when there is much to unpack, and uses plain torch otherwise.
-        offload, max_tokens: reserved, not available in this release.
+        offload: "cpu" keeps packed blocks in (pinned) host memory and copies a layer to the GPU
+            while the one before is computed; two layers' blocks and the dense tails take memory
+            there. For contexts that do not fit otherwise: a step takes as long as the link needs.
+        max_tokens: a fixed capacity, for decoding under CUDA graphs: ``generate`` compiles the
+            model by itself then, as it does for ``StaticCache``. Needs ``config``, bf16, an NVIDIA
+            GPU and sdpa attention; all memory is taken with the prompt. Where states cannot be kept
+            so (a CPU, another dtype) the cache grows as without it, and says so.
         pack_from: sequences shorter than this many tokens stay dense.
 
     A cache continues one text. For another prompt call :meth:`reset` or make a new one: reuse is
@@ -68,34 +80,47 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         max_tokens: int | None = None,
         pack_from: int = 0,
     ) -> None:
-        for name, value in (("offload", offload), ("max_tokens", max_tokens)):
-            if value is not None:
-                raise ValueError(
-                    f"{name}={value!r} is not available in this release; leave it at None"
-                )
         if config is not None and not isinstance(config, PreTrainedConfig):
             raise TypeError(
                 f"config: expected the model's config (model.config), got {type(config).__name__}"
             )
         self.options = GAACOptions(
-            block_tokens=block_tokens, kv_dtype=kv_dtype, backend=backend, pack_from=pack_from
+            block_tokens=block_tokens,
+            kv_dtype=kv_dtype,
+            backend=backend,
+            pack_from=pack_from,
+            max_tokens=max_tokens,
+            offload=offload,
         )
+        self._staging = Staging()
         self.config = config
         self._claimed_by_generate = self._first_forward = False
         self._attention: str | None = None
         self._latest_layer = -1
         super().__init__(config=config)
-        new_layer = partial(GAACLayer, self.options)
-        if config is None:
-            self.layer_class_to_replicate = new_layer  # type: ignore[assignment]  # a factory will do
+        if max_tokens is not None:
+            layers = StaticCache(check_static(config), max_tokens).layers
+            self._unchecked, self._room = 0, max_tokens
+        else:
+            layers = self.layers
+            if config is None:
+                new_layer = partial(GAACLayer, self.options, self._staging)  # not ours: a cycle
+                self.layer_class_to_replicate = new_layer  # type: ignore[assignment]  # a factory
         self.layers = [
-            new_layer() if type(layer) is DynamicLayer else layer for layer in self.layers
+            self._new_layer() if type(layer) in (DynamicLayer, StaticLayer) else layer
+            for layer in layers
         ]
         if config is not None and not any(isinstance(layer, GAACLayer) for layer in self.layers):
             notice_once(
                 f"GAACCache packs nothing for {type(config).__name__}: none of its layers is plain "
                 "full attention. It works, and takes as much memory as DynamicCache."
             )
+
+    def _new_layer(self) -> GAACLayer:
+        """An empty full-attention layer."""
+        if self.options.max_tokens is None:
+            return GAACLayer(self.options, self._staging)
+        return StaticGAACLayer(self.options, getattr(self.config, "dtype", None))
 
     @classmethod
     def from_cache(
@@ -109,10 +134,18 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         if not isinstance(cache, DynamicCache):
             raise TypeError(f"cache: expected a DynamicCache, got {type(cache).__name__}")
         packed = cls(config, **options)
-        packed.layers = [_packed_layer(layer, packed.options) for layer in cache.layers]
+        packed.layers = [packed._packed_layer(layer) for layer in cache.layers]
         return packed
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _packed_layer(self, layer: Any) -> Any:
+        """A full-attention layer packed, any other copied."""
+        if type(layer) is not DynamicLayer and not isinstance(layer, GAACLayer):
+            return copy.deepcopy(layer)
+        packed = self._new_layer()
+        if layer.keys is not None and layer.values is not None and layer.get_seq_length():
+            packed.update(layer.keys.detach(), layer.values.detach())
+        return packed
+
     def update(
         self,
         key_states: torch.Tensor,
@@ -127,13 +160,42 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
             CacheMisuseError: states that cannot follow what is held, or another prompt where that
                 can be seen.
         """
+        if self.options.max_tokens is None:
+            grown: tuple[Any, Any] = self._update(
+                key_states, value_states, layer_idx, *args, **kwargs
+            )
+            return grown
+        if not torch.compiler.is_compiling():
+            self._begin_forward(args, kwargs)
+            if key_states.shape[2] > MAX_NEW_TOKENS:
+                self._unchecked = UNCHECKED_TOKENS
+        layer: Any = self.layers[layer_idx]
+        out: tuple[Any, Any] = layer.update(key_states, value_states, *args, **kwargs)
+        return out
+
+    def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._first_forward:
             self._first_forward = False  # a refusal must leave nothing behind
             check_first_forward(self.get_seq_length(), attention_arguments(args, kwargs))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._begin_forward(args, kwargs)
         if layer_idx >= len(self.layers):
             check_states(key_states, value_states, None)  # before layers are added
         check_layer_order(self.layers, layer_idx, key_states.shape[-2])
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self.options.offload and key_states.shape[2] <= MAX_NEW_TOKENS:
+            following: Any = self.layers[(layer_idx + 1) % len(self.layers)]
+            if isinstance(following, GAACLayer):
+                following.prefetch_blocks()
         if layer_idx <= self._latest_layer or self._attention is None:  # a new forward pass
             self._attention = calling_attention()
         self._latest_layer = layer_idx
@@ -141,8 +203,36 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
             return dense_of(keys), dense_of(values)
         return keys, values
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if self.options.max_tokens is not None and not torch.compiler.is_compiling():
+            self._check_static(query_length)
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def _check_static(self, new_tokens: int) -> None:
+        """Looks at what only the device knows, as rarely as can be: `generate` comes by before each
+        step, and that must not wait for the one before."""
+        assert self.options.max_tokens is not None
+        self._unchecked += new_tokens
+        if self._unchecked < UNCHECKED_TOKENS and self._unchecked <= self._room:
+            return
+        held = [layer._pair for layer in self.layers if isinstance(layer, StaticGAACLayer)]
+        pairs = [pair for pair in held if isinstance(pair, StaticPair)]
+        for pair in pairs:
+            pair.check(new_tokens)
+        self._unchecked = new_tokens
+        self._room = self.options.max_tokens - (pairs[0].tokens if pairs else 0)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if isinstance(layer, StaticGAACLayer):
+            return layer.length_on_device()  # for the mask: nothing has to wait
+        return super().get_query_offset(layer_idx)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         length: int = super().get_seq_length(layer_idx)
+        if self.options.max_tokens is not None and torch.compiler.is_compiling():
+            return length
         return PromptLength(length, self) if self._first_forward and length else length
 
     @property
@@ -229,13 +319,3 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
             + "\n".join(lines or ["  none yet"])
             + "\n)"
         )
-
-
-def _packed_layer(layer: Any, options: GAACOptions) -> Any:
-    """A full-attention layer packed, any other copied."""
-    if type(layer) is not DynamicLayer and not isinstance(layer, GAACLayer):
-        return copy.deepcopy(layer)
-    packed = GAACLayer(options)
-    if layer.keys is not None and layer.values is not None and layer.get_seq_length():
-        packed.update(layer.keys.detach(), layer.values.detach())
-    return packed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,13 @@ from ..errors import CacheMisuseError
 from ..kernels.register_blocks import BLOCK_TOKENS
 from .compat import notice_once
 from .fused import FusedPair, can_fuse
+from .offloaded import OffloadedPair, Staging
 from .pair import KVPair
 from .sequence import PackedSequence
+from .static_pair import StaticPair
 from .view import KVView
+
+Pair = KVPair | FusedPair | StaticPair
 
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -28,6 +32,8 @@ class GAACOptions:
     kv_dtype: str | None = None
     backend: str = "auto"
     pack_from: int = 0
+    max_tokens: int | None = None
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         codec_for(
@@ -40,6 +46,19 @@ class GAACOptions:
         if type(self.pack_from) is not int or self.pack_from < 0:
             raise ValueError(
                 f"pack_from: expected a number of tokens of at least 0, got {self.pack_from!r}"
+            )
+        if self.offload not in (None, "cpu"):
+            raise ValueError(f'offload: expected None or "cpu", got {self.offload!r}')
+        if self.max_tokens is None:
+            return
+        if type(self.max_tokens) is not int or self.max_tokens < 1:
+            raise ValueError(
+                f"max_tokens: expected None or a number of tokens, got {self.max_tokens!r}"
+            )
+        if replace(self, max_tokens=None) != GAACOptions():
+            raise ValueError(
+                "max_tokens: expected the other options as they are by default, which is what the "
+                f"fused kernels read; got {self}. Leave out either"
             )
 
     def fuses(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -70,24 +89,26 @@ class GAACLayer(CacheLayerMixin):
     is_croppable = True
     is_compileable = False  # True would make `generate` compile a cache whose shapes change
 
-    def __init__(self, options: GAACOptions | None = None) -> None:
+    def __init__(self, options: GAACOptions | None = None, staging: Staging | None = None) -> None:
+        """``staging``: the cache's, shared by its layers, with ``offload``."""
         # Not the base class's __init__, which assigns keys and values: here they are properties.
         self.options = options or GAACOptions()
-        self._pair: KVPair | FusedPair | None = None
+        self._staging = staging or Staging()
+        self._pair: Pair | None = None
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]  # an attribute there
         return self._pair is not None
 
     @property
-    def pair(self) -> KVPair | FusedPair:
+    def pair(self) -> Pair:
         """What the layer holds; raises ``ValueError`` before the first update."""
         if self._pair is None:
             raise ValueError("this layer holds no keys and values yet")
         return self._pair
 
     @pair.setter
-    def pair(self, pair: KVPair | FusedPair) -> None:
+    def pair(self, pair: Pair) -> None:
         self._pair = pair
 
     @property
@@ -135,6 +156,11 @@ class GAACLayer(CacheLayerMixin):
         check_states(key_states, value_states, self._pair)
         if self.options.fuses(key_states, value_states):
             return self._update_fused(key_states, value_states)
+        if self.options.offload and key_states.device.type != "cpu":
+            notice_once(
+                f"GAACCache(offload={self.options.offload!r}) stays on {key_states.device}: only "
+                "bf16 states that the fused kernels read can be offloaded."
+            )
         held = self._pair or KVPair.begin(key_states, value_states, self.options.codec)
         assert isinstance(held, KVPair)  # check_states saw to the dtype and the device
         pair = held.append(key_states, value_states)
@@ -147,13 +173,23 @@ class GAACLayer(CacheLayerMixin):
         held = self._pair
         if not isinstance(held, FusedPair):  # nothing yet, or loaded, or back from another device
             old = held
-            held = FusedPair(keys, values)
+            held = self._empty_fused(keys, values)
             if old is not None and old.tokens:
                 held.append(*old.dense(), seal=old.tokens >= self.options.pack_from)
         first = held.tokens == 0
         tokens = held.tokens + keys.shape[2]
         self._pair = held.append(keys, values, seal=tokens >= self.options.pack_from)
         return (keys, values) if first else tensors_of(self._pair)
+
+    def _empty_fused(self, keys: torch.Tensor, values: torch.Tensor) -> FusedPair:
+        if self.options.offload:
+            return OffloadedPair(keys, values, self._staging)
+        return FusedPair(keys, values)
+
+    def prefetch_blocks(self) -> None:
+        """Begins to copy offloaded blocks to the device."""
+        if isinstance(self._pair, OffloadedPair):
+            self._pair.prefetch()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -178,10 +214,10 @@ class GAACLayer(CacheLayerMixin):
             )
         if tokens_to_remove and self._pair:
             tokens = max(self._pair.tokens + tokens_to_remove, 0)
-            if isinstance(self._pair, FusedPair):
-                self._pair = self._pair.crop(tokens, seal=tokens >= self.options.pack_from)
-            else:
+            if isinstance(self._pair, KVPair):
                 self._pair = self._pair.crop(tokens)
+            else:
+                self._pair = self._pair.crop(tokens, seal=tokens >= self.options.pack_from)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps rows ``indices`` (int64 or bool) of the batch, in that order."""
@@ -225,14 +261,16 @@ class GAACLayer(CacheLayerMixin):
         return f"GAACLayer({sealed} tokens packed {how}, {self._pair.tokens - sealed} dense)"
 
 
-def tensors_of(pair: KVPair | FusedPair) -> tuple[torch.Tensor, torch.Tensor]:
+def tensors_of(pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values as attention gets them: views once a block is sealed, the dense tail
     before."""
+    if isinstance(pair, StaticPair):
+        return pair.dense()
     source = pair.snapshot()  # what a reader decodes must not stay in the layer
     return (KVView(source, 0), KVView(source, 1)) if source.sealed_tokens else source.dense()
 
 
-def check_states(keys: torch.Tensor, values: torch.Tensor, held: KVPair | FusedPair | None) -> None:
+def check_states(keys: torch.Tensor, values: torch.Tensor, held: Pair | None) -> None:
     """Raises :class:`CacheMisuseError` unless ``keys`` and ``values`` can follow what a layer
     holds."""
     for index, (name, states) in enumerate((("keys", keys), ("values", values))):

@@ -22,8 +22,8 @@ SMALL = {"block_tokens": 16}
     ({"kv_dtype": "int4"}, "kv_dtype: expected None or one of fp8_e4m3, fp8_e5m2"),
     ({"backend": "cuda"}, "backend: expected one of"),
     ({"pack_from": -1}, "pack_from: expected a number of tokens"),
-    ({"offload": "cpu"}, "not available in this release"),
-    ({"max_tokens": 100}, "not available in this release"),
+    ({"offload": "disk"}, 'offload: expected None or "cpu"'),
+    ({"max_tokens": 100}, "max_tokens: expected config=model.config"),
 ], ids=str)  # fmt: skip
 def test_options_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):

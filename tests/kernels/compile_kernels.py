@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 from hf_kvcodecs.kernels.exponent_pack.kernel import _pack_kernel
 from hf_kvcodecs.kernels.exponent_unpack.kernel import _unpack_kernel
+from hf_kvcodecs.kernels.packed_append.kernel import _append_kernel
 from hf_kvcodecs.kernels.packed_attention.kernel import _merge_kernel, _packed_attention_kernel
 from hf_kvcodecs.kernels.ragged_attention.kernel import (
     _ragged_attention_kernel,
@@ -31,16 +32,23 @@ from hf_kvcodecs.kernels.register_blocks import slot_words
 POINTERS = {
     "words_ptr": "*i32", "table_ptr": "*i32", "raw_list_ptr": "*i32", "raw_count_ptr": "*i32",
     "cursors_ptr": "*i32", "pool_ptr": "*i32", "bases_ptr": "*u8", "part_ptr": "*fp32",
-    "stat_ptr": "*fp32", "sinks_ptr": "*bf16", "scale": "fp32", "softcap": "fp32",
+    "stat_ptr": "*fp32", "sinks_ptr": "*bf16", "lost_ptr": "*i32", "starts_ptr": "*i32",
+    "state_ptr": "*i32",
+    "after_ptr": "*i32", "scale": "fp32", "softcap": "fp32",
 }  # fmt: skip
 RAGGED = {"starts_ptr": "*i64", "counts_ptr": "*i64", "cursor_ptr": "*i64"}
 
 
-def compiled(kernel: Any, constants: dict[str, Any], states: str, target: int, **options: Any):
-    """``kernel`` for ``target``; pointers to keys, values and the like are ``states``."""
+def compiled(
+    kernel: Any, constants: dict[str, Any], states: str, target: int, rows: str = "i32",
+    **options: Any,
+):  # fmt: skip
+    """``kernel`` for ``target``; pointers to keys, values and the like are ``states``, what is one
+    number for all rows or one for each ``rows``."""
     signature, aligned = {}, {}
     for number, name in enumerate(kernel.arg_names):
-        other = states if name.endswith("_ptr") else "i32"
+        other = rows if name in ("ends", "lengths") else "i32"
+        other = states if name.endswith("_ptr") else other
         known = POINTERS | (RAGGED if kernel.__name__.startswith("_ragged") else {})
         signature[name] = "constexpr" if name in constants else known.get(name, other)
         if name.endswith("_ptr") or name.startswith("stride"):
@@ -71,7 +79,7 @@ def main() -> None:
         attention = layout | {
             "N": 16, "LENGTHS": False, "SEALED": False, "STARTS": False, "WINDOW": 0,
             "EDGES": 0, "SOFTCAP": False, "STAGES": 5 if head_dim < 256 else 4, "PTX": True,
-            "UPCAST": False, "WGMMA": target == 90, "PDL": target >= 90,
+            "RING": 0, "UPCAST": False, "WGMMA": target == 90, "PDL": target >= 90,
         }  # fmt: skip
         registers = 168 if head_dim < 256 else 255
         result = compiled(
@@ -79,8 +87,14 @@ def main() -> None:
         )
         code = machine_code(result.asm["cubin"])
         report[head_dim] = {"ttgir": result.asm["ttgir"], "sass": code}
-    merge = {"HEAD_DIM": 128, "BLOCK_D": 32, "S": 64, "SINKS": True, "PDL": target >= 90}
-    compiled(_merge_kernel, merge, "*bf16", target, num_warps=4)
+        append = {"T": 1, "RING": 256, "SEAL_AT": 192, **layout}
+        del append["PACKED"]
+        compiled(_append_kernel, append, "*i16", target, num_warps=16)
+    merge = {
+        "HEAD_DIM": 128, "BLOCK_D": 32, "S": 64, "SINKS": True, "LOST": True, "ENDS": True,
+        "PDL": target >= 90,
+    }  # fmt: skip
+    compiled(_merge_kernel, merge, "*bf16", target, num_warps=4, rows="*i32")
     for head_dim in (64, 128, 256):
         ragged = {"SPLITS": 32, "G": 16, "D": head_dim}
         block = {"BLOCK_T": 64 if head_dim < 256 else 32, "UPCAST": False}

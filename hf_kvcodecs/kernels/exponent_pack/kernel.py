@@ -148,28 +148,19 @@ def _store_patches(
         at += tl.sum(flat, 1)
 
 
-@triton.jit(
-    do_not_specialize=["first_block", "table_blocks", "pool_words", "raw_slots", "kv_heads"]
-)
-def _pack_kernel(
-    key_ptr, value_ptr, words_ptr, pool_ptr, raw_ptr, table_ptr, raw_list_ptr, raw_count_ptr,
-    cursors_ptr, bases_ptr, first_block, table_blocks, pool_words, raw_slots, kv_heads,
-    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+@triton.jit
+def seal_block(
+    key, value, stride_kt, stride_vt, row, number, bases, words_ptr, pool_ptr, raw_ptr, table_ptr,
+    raw_list_ptr, raw_count_ptr, cursors_ptr, table_blocks, pool_words, raw_slots,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Block ``program_id(1)`` of row ``program_id(0)``: into its slot, or kept raw."""
+    """The 128 tokens from ``key`` and ``value`` on (pointers to int16) into block ``number`` of
+    ``row``: into its slot, or kept raw. ``bases`` has room for ``2 D`` bytes. Needs 16 warps."""
     GROUPS: tl.constexpr = D // 64
     CHUNK: tl.constexpr = 256 * GROUPS
-    row = tl.program_id(0)
-    block = tl.program_id(1)
     offs_d = tl.arange(0, D)
     offs_t = tl.arange(0, 128)[:, None]
-    batch = (row // kv_heads).to(tl.int64)
-    head = (row % kv_heads).to(tl.int64)
-    key = key_ptr + batch * stride_kb + head * stride_kh + block.to(tl.int64) * 128 * stride_kt
-    value = value_ptr + batch * stride_vb + head * stride_vh + block.to(tl.int64) * 128 * stride_vt
-    number = first_block + block
     entry_ptr = table_ptr + row.to(tl.int64) * table_blocks + number
     fits = False
     if PACKED:
@@ -177,8 +168,7 @@ def _pack_kernel(
         slot = row.to(tl.int64) * table_blocks + number
         words = words_ptr + slot * SLOT
         meta = words + 22 * CHUNK
-        # Bases in the channels' order, for this kernel alone.
-        bases = bases_ptr + (row.to(tl.int64) * tl.num_programs(1) + block) * (2 * D)
+        # ``bases``: in the channels' order, for this kernel alone.
         x = tl.load(key + offs_t * stride_kt + offs_d[None, :]).to(tl.int32)
         exponent = (x >> 7) & 0xFF
         highest_key = tl.max(tl.where(exponent == 255, 0, exponent), 0)
@@ -261,3 +251,28 @@ def _pack_kernel(
             tl.store(raw_list_ptr + row.to(tl.int64) * table_blocks + listed, number)
         else:
             tl.atomic_add(cursors_ptr + 2, 1)
+
+
+@triton.jit(
+    do_not_specialize=["first_block", "table_blocks", "pool_words", "raw_slots", "kv_heads"]
+)
+def _pack_kernel(
+    key_ptr, value_ptr, words_ptr, pool_ptr, raw_ptr, table_ptr, raw_list_ptr, raw_count_ptr,
+    cursors_ptr, bases_ptr, first_block, table_blocks, pool_words, raw_slots, kv_heads,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Block ``program_id(1)`` of row ``program_id(0)``."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    batch = (row // kv_heads).to(tl.int64)
+    head = (row % kv_heads).to(tl.int64)
+    key = key_ptr + batch * stride_kb + head * stride_kh + block.to(tl.int64) * 128 * stride_kt
+    value = value_ptr + batch * stride_vb + head * stride_vh + block.to(tl.int64) * 128 * stride_vt
+    bases = bases_ptr + (row.to(tl.int64) * tl.num_programs(1) + block) * (2 * D)
+    seal_block(
+        key, value, stride_kt, stride_vt, row, first_block + block, bases, words_ptr, pool_ptr,
+        raw_ptr, table_ptr, raw_list_ptr, raw_count_ptr, cursors_ptr, table_blocks, pool_words,
+        raw_slots, HEAD_DIM, D, SLOT, PACKED,
+    )  # fmt: skip

@@ -69,6 +69,9 @@ def packed_attention(
     sinks: torch.Tensor | None = None,
     sealed_visible: bool = False,
     splits: int | None = None,
+    ring: bool = False,
+    lost: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal softmax attention over sealed blocks and a dense tail, in one softmax.
 
@@ -95,6 +98,11 @@ def packed_attention(
             (always so for one query token, or without ``lengths`` where the tail holds all of
             them): spares the causal mask.
         splits: programs that share a row's history; by default as many as fill the device.
+        ring: token ``t`` is at ``t % capacity`` of the tail, capacity a multiple of 128.
+        lost: int32 ``[1]`` on the device, for errors that nobody else knows of. If it is not 0 the
+            whole output is NaN.
+        ends: int32 ``[batch]``, beside ``lost`` and ``starts``: a row whose entry is not its
+            length, or in ``starts`` is negative, gets NaN.
 
     Returns:
         bf16 ``[batch, q_heads, q_tokens, head_dim]``, contiguous in ``[batch, q_tokens, q_heads,
@@ -121,6 +129,11 @@ def packed_attention(
             )
     if sealed is not None and lengths is None:
         raise ValueError("sealed: expected lengths beside it, since rows differ then; got none")
+    if ring and (lengths is None or sealed is None or tail_keys.shape[2] % BLOCK_TOKENS):
+        raise ValueError(
+            f"ring: expected lengths, sealed and a capacity that is a multiple of {BLOCK_TOKENS}; "
+            f"got a capacity of {tail_keys.shape[2]}"
+        )
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and not value > 0:
             raise ValueError(f"{name}: expected None or a positive number, got {value}")
@@ -153,6 +166,7 @@ def packed_attention(
     width = max(_next_power_of_2(head_dim), 64)
     options = launch_options(q.device)
     # Programmatic dependent launch: the merge is launched while the main kernel ends.
+    starts_of_rows = rows(starts, 0)
     pdl = options["PTX"] and capability(q.device) >= 9
     wgmma = options["PTX"] and capability(q.device) == 9
     with on_device(q.device):
@@ -160,7 +174,7 @@ def packed_attention(
             q, blocks.words, blocks.pool, blocks.table, blocks.raw.view(torch.bfloat16),
             blocks.raw_list, blocks.raw_count, tail_keys, tail_values,
             rows(lengths, blocks.blocks * BLOCK_TOKENS + tail_keys.shape[2]),
-            rows(sealed, blocks.blocks), rows(starts, 0), part, stat,
+            rows(sealed, blocks.blocks), starts_of_rows, part, stat,
             scale if softcap else scale * math.log2(math.e), softcap or 0.0,
             kv_heads, q_heads, q_tokens, table_blocks, splits,
             *q.stride()[:3], *tail_keys.stride()[:3], *tail_values.stride()[:3],
@@ -169,16 +183,20 @@ def packed_attention(
             WINDOW=window or 0,
             EDGES=edges,
             SOFTCAP=softcap is not None, PACKED=blocks.packable, SLOT=blocks.words.shape[1],
-            STAGES=plan.stages, WGMMA=wgmma, PDL=pdl, num_warps=4, **options,
+            RING=tail_keys.shape[2] if ring else 0, STAGES=plan.stages, WGMMA=wgmma, PDL=pdl,
+            num_warps=4, **options,
             **({"maxnreg": plan.registers} if options["PTX"] else {}),
         )  # fmt: skip
         # Few heads: share out their channels too, so that the merge fills more of the device.
         block_d = 32 if batch * q_heads * q_tokens <= 128 else width
         _merge_kernel[(batch * kv_heads, columns, -(-head_dim // block_d))](
-            part, stat, q if sinks is None else sinks, out, kv_heads, q_heads, q_tokens, splits,
+            part, stat, q if sinks is None else sinks, stat if lost is None else lost,
+            stat if ends is None else starts_of_rows, rows(ends, 0), rows(lengths, 0),
+            out, kv_heads, q_heads, q_tokens, splits,
             *out.stride()[:3],
             HEAD_DIM=head_dim, BLOCK_D=block_d, S=_next_power_of_2(splits),
-            SINKS=sinks is not None, PDL=pdl, num_warps=4 if splits <= 64 else 8,
+            SINKS=sinks is not None, LOST=lost is not None, ENDS=ends is not None, PDL=pdl,
+            num_warps=4 if splits <= 64 else 8,
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return out

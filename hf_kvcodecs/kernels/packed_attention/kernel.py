@@ -59,10 +59,11 @@ def _dense_tiles(
     first_raw, step, raw_tiles, first_tail, tail_tiles, tail_tokens, sealed, scale, softcap,
     position_q, start, lane,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    SOFTCAP: tl.constexpr, RING: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The running softmax with dense tiles of 64 tokens added: ``raw_tiles`` of the raw blocks,
-    every ``step``-th, then ``tail_tiles`` of the tail."""
+    every ``step``-th, then ``tail_tiles`` of the tail, where a token's place is its number modulo
+    ``RING`` if that is not 0."""
     offs_t = tl.arange(0, 64)
     offs_d = tl.arange(0, D)
     for d in tl.range(0, raw_tiles + tail_tiles, num_stages=1):
@@ -76,8 +77,11 @@ def _dense_tiles(
         mask_t = token + offs_t < tl.where(in_tail, tail_tokens, tl.where(block < sealed, 128, 0))
         mask = mask_t[:, None] & (offs_d < HEAD_DIM)[None, :]
         raw = raw_ptr + slot * (256 * HEAD_DIM) + token * HEAD_DIM
-        k_at = tl.where(in_tail, tail_k + token.to(tl.int64) * stride_kt, raw)
-        v_at = tl.where(in_tail, tail_v + token.to(tl.int64) * stride_vt, raw + 128 * HEAD_DIM)
+        place = token.to(tl.int64)
+        if RING:
+            place = (first % RING).to(tl.int64)
+        k_at = tl.where(in_tail, tail_k + place * stride_kt, raw)
+        v_at = tl.where(in_tail, tail_v + place * stride_vt, raw + 128 * HEAD_DIM)
         # The op sees to it that rows begin at multiples of 16 bytes.
         k_at = tl.multiple_of(k_at, 16)
         v_at = tl.multiple_of(v_at, 16)
@@ -132,7 +136,7 @@ def _packed_attention_kernel(
     HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
     LENGTHS: tl.constexpr, SEALED: tl.constexpr, STARTS: tl.constexpr,
     WINDOW: tl.constexpr, EDGES: tl.constexpr, SOFTCAP: tl.constexpr,
-    PACKED: tl.constexpr, SLOT: tl.constexpr,
+    PACKED: tl.constexpr, SLOT: tl.constexpr, RING: tl.constexpr,
     STAGES: tl.constexpr, PTX: tl.constexpr, WGMMA: tl.constexpr,
     UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -212,7 +216,7 @@ def _packed_attention_kernel(
         tail_k, tail_v, stride_kt, stride_vt, first_raw, splits, raw_tiles,
         first_tail, last_tail - first_tail, tail_tokens, sealed, scale, softcap,
         position_q, start, lane,
-        HEAD_DIM, D, N, WINDOW, SOFTCAP, UPCAST,
+        HEAD_DIM, D, N, WINDOW, SOFTCAP, RING, UPCAST,
     )  # fmt: skip
     if PACKED:
         for t in tl.range(begin, end, num_stages=STAGES):
@@ -301,12 +305,12 @@ def _packed_attention_kernel(
     tl.store(stat_ptr + out * 2 + 1, tl.sum(tl.reshape(total, [64, N]), 0), mask=mask_n)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "q_heads", "q_tokens", "splits"])
+@triton.jit(do_not_specialize=["ends", "lengths", "kv_heads", "q_heads", "q_tokens", "splits"])
 def _merge_kernel(
-    part_ptr, stat_ptr, sinks_ptr, out_ptr, kv_heads, q_heads, q_tokens, splits,
-    stride_ob, stride_oh, stride_ot,
+    part_ptr, stat_ptr, sinks_ptr, lost_ptr, starts_ptr, ends, lengths, out_ptr,
+    kv_heads, q_heads, q_tokens, splits, stride_ob, stride_oh, stride_ot,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
-    SINKS: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, LOST: tl.constexpr, ENDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The softmax over all splits of one query head and token, attention sinks included."""
     row = tl.program_id(0)
@@ -332,6 +336,13 @@ def _merge_kernel(
     if SINKS:
         denominator += tl.exp2(sink - highest)
     result = tl.sum(part * weight[:, None], 0) / tl.where(denominator == 0, 1.0, denominator)
+    if LOST:
+        wrong = tl.load(lost_ptr) > 0
+        if ENDS:
+            batch = row // kv_heads
+            wrong = wrong | (tl.load(starts_ptr + batch) < 0)
+            wrong = wrong | (tl.load(ends + batch) != tl.load(lengths + batch))
+        result = tl.where(wrong, float("nan"), result)
     offset = (row // kv_heads).to(tl.int64) * stride_ob + q_head.to(tl.int64) * stride_oh
     offset += (column // group).to(tl.int64) * stride_ot
     tl.store(out_ptr + offset + offs_d, result.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)

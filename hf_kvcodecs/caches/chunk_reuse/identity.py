@@ -1,0 +1,134 @@
+"""Which model computed a chunk: a digest of all that decides its keys and values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from typing import Any
+
+import torch
+
+SAMPLES = 4  # numbers of each parameter that are looked at before every prompt
+PIECE = 1 << 24  # words summed at a time
+# Fields of a config that say where a model came from or how it is used, not what it computes.
+IGNORED_FIELDS = ("_name_or_path", "transformers_version", "architectures", "use_cache",
+                  "torch_dtype", "dtype", "return_dict", "_commit_hash", "generation_config",
+                  "output_attentions", "output_hidden_states", "problem_type",
+                  "id2label", "label2id")  # fmt: skip
+
+_digests: weakref.WeakKeyDictionary[Any, tuple[str, str]] = weakref.WeakKeyDictionary()
+
+
+def model_identity(model: Any) -> str:
+    """A digest of config, rope settings, attention, dtype, autocast, kind of device (others round
+    otherwise), every weight and the active adapters.
+
+    The weights are read when they may have changed: before every prompt a few numbers of each
+    parameter, their versions and the adapters' states are compared with those of the last time. A
+    change of single numbers behind autograd's back (``.data``) may escape that.
+    """
+    quick = _quick_fingerprint(model)
+    known = _digests.get(model)
+    if known is None or known[0] != quick:
+        known = (quick, _full_digest(model))
+        _digests[model] = known
+    kind = model.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return f"{known[1]} on {kind} autocast {autocast}"
+
+
+def _quick_fingerprint(model: Any) -> str:
+    """What changes when the model does, cheap enough for every prompt: no names, no copies."""
+    config = vars(model.config)
+    digest = hashlib.sha256(f"{model.training} {_adapters(model)} {config}".encode())
+    samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    state = []
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None:
+                continue
+            version = 0 if tensor.is_inference() else tensor._version
+            state.append((tensor.data_ptr(), version))
+            if (count := tensor.numel()) and tensor.is_contiguous():
+                taken, step = min(SAMPLES, count), max(count // SAMPLES, 1)
+                offset = tensor.storage_offset() + step // 2
+                numbers = tensor.detach().as_strided((taken,), (step,), offset)
+                samples.setdefault((tensor.device, tensor.dtype), []).append(numbers)
+    digest.update(str(state).encode())
+    for parts in samples.values():
+        digest.update(_raw(torch.cat(parts)))
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def _full_digest(model: Any) -> str:
+    digest = hashlib.sha256(_settings(model).encode())
+    sums = []
+    for name, tensor in _tensors(model):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sums.append(_sums(tensor))
+    for device_sums in _by_device(sums):
+        digest.update(_raw(device_sums))
+    return digest.hexdigest()
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Two int64 sums over a tensor's bits, one of them weighted by place."""
+    if tensor.device.type == "meta":
+        raise ValueError("ChunkReuseCache: this model's weights are not loaded (meta device)")
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = data[: len(data) // 4 * 4].view(torch.int32)
+    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for piece in words.split(PIECE):
+        wide = piece.long()
+        places = torch.arange(1, len(wide) + 1, device=tensor.device)
+        total = total * 0x9E3779B1 + torch.stack([wide.sum(), (wide * places).sum()])
+    rest = data[len(words) * 4 :].long().sum()
+    return total + rest
+
+
+def _by_device(sums: list[torch.Tensor]) -> list[torch.Tensor]:
+    """All sums in order, in one transfer where one device has them all."""
+    if len({s.device for s in sums}) == 1:
+        return [torch.stack(sums)]
+    return [torch.stack([s.cpu() for s in sums])] if sums else []
+
+
+def _settings(model: Any) -> str:
+    config = {k: v for k, v in model.config.to_dict().items() if k not in IGNORED_FIELDS}
+    config["attention"] = getattr(model.config, "_attn_implementation", None)
+    return json.dumps(
+        {
+            "class": type(model).__name__,
+            "config": config,
+            "dtype": str(model.dtype),
+            "adapters": _adapters(model),
+        },
+        sort_keys=True,
+        default=str,
+    )
+
+
+def _adapters(model: Any) -> list[list[str]]:
+    """The state of every adapter layer, as PEFT has them: which are active, scaled, merged."""
+    return [
+        [
+            name,
+            str(getattr(module, "active_adapters", None)),
+            str(getattr(module, "disable_adapters", None)),
+            str(getattr(module, "merged_adapters", None)),
+            str(getattr(module, "scaling", None)),
+        ]
+        for name, module in model.named_modules()
+        if hasattr(type(module), "active_adapters") and hasattr(module, "merged_adapters")
+    ]
+
+
+def _tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    data: bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+    return data

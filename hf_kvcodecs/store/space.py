@@ -1,0 +1,197 @@
+"""One model's chunks in a store: found, loaded from whichever tier has them, written to all."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import CorruptDataError, UnsupportedLayoutError
+from .chunk import KV, Chunk, Match
+from .files import HEAD_BYTES, from_bytes, head_bytes, read_chunk, to_bytes
+from .hashing import Ids
+from .index import ChunkIndex
+from .packing import Packed, pack, unpack
+from .tiers import Tier
+
+if TYPE_CHECKING:
+    from .store import ChunkStore
+
+LOG = logging.getLogger("hf_kvcodecs.store")
+REFRESH_SECONDS = 1.0  # how old the list of what other processes wrote may be
+
+
+@dataclass(slots=True, eq=False)
+class ChunkSpace:
+    """One model's chunks in one store's namespace; made by :meth:`ChunkStore.space`."""
+
+    store: ChunkStore
+    name: str
+    salt: bytes
+    index: ChunkIndex = field(init=False)
+    _refreshed: float = -REFRESH_SECONDS
+
+    def __post_init__(self) -> None:
+        self.index = ChunkIndex(self.salt)
+
+    def match(self, ids: Ids, position: int = 0) -> Match:
+        """What of a prompt is known, see :meth:`ChunkIndex.match`."""
+        self.refresh()
+        with self.store.lock:
+            return self.index.match(ids, position)
+
+    def load(self, chunk: Chunk) -> KV | None:
+        """A chunk's keys and values ``[layers, kv_heads, tokens, head_dim]``, not to be changed;
+        None (and the chunk is forgotten) if no tier has it any more."""
+        key, store = (self.name, chunk.chain), self.store
+        with store.lock:
+            store.begin()
+            entry = store.held(key)
+            packed = entry.packed if entry and entry.chunk.same_text(chunk) else None
+            store.touch(key)
+        packed = packed or self._fetch(chunk)
+        with store.lock:
+            if packed is not None:
+                store.counts.loads += 1
+                return unpack(*packed)
+            store.counts.misses += 1
+            self.index.remove(chunk.chain)
+        return None
+
+    def put(self, chunks: Iterable[tuple[Chunk, Callable[[], KV]]]) -> int:
+        """Adds chunks of one text in order, each with a function that gives its keys and values
+        (called only if they are new); how many tokens were new."""
+        store, new = self.store, 0
+        with store.lock:
+            store.begin()
+        for chunk, states in chunks:
+            key = (self.name, chunk.chain)
+            with store.lock:
+                if store.held(key):
+                    store.touch(key)
+                    continue
+                known = chunk.chain in self.index.chunks
+            keys, values = states()
+            packed = pack((self._placed(keys), self._placed(values)), store.codec)
+            norm = _norm_per_token(keys, values)
+            new += chunk.tokens
+            if store.tiers and not known:
+                data = to_bytes(chunk, packed)
+                for tier in store.tiers:
+                    write = partial(tier.write, self.name, chunk.chain.hex(), data)
+                    store.attempt(write, None)
+            with store.lock:
+                if store.admit(self, chunk, packed, norm) or store.tiers:
+                    self.index.add(chunk)
+                    store.counts.stored += 1
+        return new
+
+    def pin(self, chunks: Iterable[Chunk], pinned: bool = True) -> None:
+        """Keeps ``chunks`` from eviction, or no longer."""
+        with self.store.lock:
+            self.store.pin([(self.name, chunk.chain) for chunk in chunks], pinned)
+
+    def pin_text(self, ids: Ids, position: int, pinned: bool) -> None:
+        """Pins what is known of a text from its first token on."""
+        prefix = self.match(ids, position).prefix
+        self.pin([piece.chunk for piece in prefix.pieces] if prefix else [], pinned)
+
+    def evicted(self, chunk: Chunk) -> None:
+        """A chunk left memory: it is known as long as another tier may have it."""
+        if not self.store.tiers:
+            self.index.remove(chunk.chain)
+
+    def refresh(self) -> None:
+        """Learns what other processes wrote, at most once in ``REFRESH_SECONDS``."""
+        store = self.store
+        with store.lock:
+            if not store.tiers or time.monotonic() - self._refreshed < REFRESH_SECONDS:
+                return
+            self._refreshed = time.monotonic()
+        for tier in store.tiers:
+            for name in self.names(tier):
+                chain = _chain_of(name)
+                with store.lock:
+                    new = chain is not None and chain not in self.index.chunks
+                if new:
+                    self.read(tier, name, only_head=True)
+
+    def names(self, tier: Tier) -> set[str]:
+        """What a tier has of this space; nothing if it fails."""
+        nothing: set[str] = set()
+        return self.store.attempt(partial(tier.names, self.name), nothing)
+
+    def read(
+        self, tier: Tier, name: str, only_head: bool = False, wanted: Chunk | None = None
+    ) -> Packed | None:
+        """A file's tensors; a damaged one is removed. With ``only_head`` it is only made known;
+        one that does not hold the text ``wanted`` is none."""
+        store = self.store
+        try:
+            chain = _chain_of(name)
+            if chain is None:
+                raise CorruptDataError("a file under a name that is no chunk's")
+            packed = None
+            if only_head:
+                chunk = self._read_head(tier, name, chain)
+            else:
+                data = store.attempt(lambda: tier.read(self.name, name), None)
+                if data is None:
+                    return None
+                chunk, packed = from_bytes(self.salt, chain, data)
+        except CorruptDataError as error:
+            LOG.warning("A damaged chunk was removed: %s", error)
+            with store.lock:
+                store.counts.damaged += 1
+            store.attempt(lambda: tier.remove(self.name, name), None)
+            return None
+        except UnsupportedLayoutError as error:  # another release's: left alone
+            LOG.warning("A chunk was passed over: %s", error)
+            return None
+        if chunk is not None:
+            with store.lock:
+                self.index.add(chunk)
+            if wanted is not None and not chunk.same_text(wanted):
+                return None
+        return packed
+
+    def _read_head(self, tier: Tier, name: str, chain: bytes) -> Chunk | None:
+        head = self.store.attempt(lambda: tier.head(self.name, name, HEAD_BYTES), None)
+        if head is not None and HEAD_BYTES <= len(head) < head_bytes(head) < 2**30:
+            wanted = head_bytes(head)
+            head = self.store.attempt(lambda: tier.head(self.name, name, wanted), None)
+        return None if head is None else read_chunk(self.salt, chain, head)
+
+    def _fetch(self, chunk: Chunk) -> Packed | None:
+        """A chunk from disk or remote, taken into memory again."""
+        for tier in self.store.tiers:
+            packed = self.read(tier, chunk.chain.hex(), wanted=chunk)
+            if packed is not None:
+                with self.store.lock:
+                    self.store.admit(self, chunk, packed, None)
+                return packed
+        return None
+
+    def _placed(self, states: torch.Tensor) -> torch.Tensor:
+        return states if self.store.device is None else states.to(self.store.device)
+
+
+def _chain_of(name: str) -> bytes | None:
+    try:
+        chain = bytes.fromhex(name)
+    except ValueError:
+        return None
+    return chain if len(chain) == 32 else None
+
+
+def _norm_per_token(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Mean l2 norm of a token's keys and values, float32 ``[]`` on their device: the same scale
+    for every length, and nobody waits for it here."""
+    norms = [torch.linalg.vector_norm(states, dtype=torch.float32) for states in (keys, values)]
+    norm: torch.Tensor = torch.stack(norms).norm() / max(keys.shape[2], 1) ** 0.5
+    return norm
