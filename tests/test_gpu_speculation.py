@@ -73,7 +73,7 @@ def test_the_exact_face_is_exact(full, staging_bytes):
     for seed, tokens in enumerate((1500, 700, 1, 3, 1100)):
         part = prompt(tokens, seed=seed).cuda()
         ours, theirs = forward(model, part, cache), forward(model, part, dynamic)
-        torch.testing.assert_close(ours.float(), theirs.float(), atol=0.5, rtol=0.1)
+        assert (ours - theirs).float().abs().mean() < 0.05 * theirs.float().abs().mean()
         cache.crop(-1)
         dynamic.crop(-1)
     # Attention rounds by the kernel that was chosen, and so do the layers behind the first.
