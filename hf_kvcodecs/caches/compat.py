@@ -55,3 +55,19 @@ def calling_attention(depth: int = 8) -> str | None:
             if implementation is not None:
                 return implementation
     return None
+
+
+def generate_arguments(*names: str, depth: int = 12) -> dict[str, Any]:
+    """What the ``generate`` that is calling was given under ``names``, as far as it can be seen.
+
+    With a callable ``custom_generate``, transformers hands on neither the streamer nor the
+    assistant model, so they are read from the calling frame.
+    """
+    frame = sys._getframe(1)
+    for _ in range(depth):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+        if frame.f_code.co_name == "generate" and "custom_generate" in frame.f_locals:
+            return {name: frame.f_locals.get(name) for name in names}
+    return dict.fromkeys(names)

@@ -1,4 +1,5 @@
-"""Keys and values of texts seen before, by content: hashing, chunkers, eviction, tiers."""
+"""Keys and values of texts seen before, by content: hashing, chunkers, eviction, tiers; and exact
+faces of caches in host memory and files."""
 
 from __future__ import annotations
 

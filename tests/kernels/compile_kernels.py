@@ -23,6 +23,10 @@ from hf_kvcodecs.kernels.exponent_pack.kernel import _pack_kernel
 from hf_kvcodecs.kernels.exponent_unpack.kernel import _unpack_kernel
 from hf_kvcodecs.kernels.packed_append.kernel import _append_kernel
 from hf_kvcodecs.kernels.packed_attention.kernel import _merge_kernel, _packed_attention_kernel
+from hf_kvcodecs.kernels.ragged_attention.kernel import (
+    _ragged_attention_kernel,
+    _ragged_merge_kernel,
+)
 from hf_kvcodecs.kernels.register_blocks import slot_words
 
 POINTERS = {
@@ -32,6 +36,7 @@ POINTERS = {
     "state_ptr": "*i32",
     "after_ptr": "*i32", "scale": "fp32", "softcap": "fp32",
 }  # fmt: skip
+RAGGED = {"starts_ptr": "*i64", "counts_ptr": "*i64", "cursor_ptr": "*i64"}
 
 
 def compiled(
@@ -44,7 +49,8 @@ def compiled(
     for number, name in enumerate(kernel.arg_names):
         other = rows if name in ("ends", "lengths") else "i32"
         other = states if name.endswith("_ptr") else other
-        signature[name] = "constexpr" if name in constants else POINTERS.get(name, other)
+        known = POINTERS | (RAGGED if kernel.__name__.startswith("_ragged") else {})
+        signature[name] = "constexpr" if name in constants else known.get(name, other)
         if name.endswith("_ptr") or name.startswith("stride"):
             aligned[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -89,6 +95,11 @@ def main() -> None:
         "PDL": target >= 90,
     }  # fmt: skip
     compiled(_merge_kernel, merge, "*bf16", target, num_warps=4, rows="*i32")
+    for head_dim in (64, 128, 256):
+        ragged = {"SPLITS": 32, "G": 16, "D": head_dim}
+        block = {"BLOCK_T": 64 if head_dim < 256 else 32, "UPCAST": False}
+        compiled(_ragged_attention_kernel, ragged | block, "*bf16", target, num_warps=4)
+        compiled(_ragged_merge_kernel, ragged, "*bf16", target, num_warps=4)
     json.dump(report, sys.stdout)
 
 

@@ -1,0 +1,1 @@
+"""Decoding with our caches: drafts, verification, and what they cost."""

@@ -1,0 +1,100 @@
+"""One draft step of fixed shape, captured as a CUDA graph on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..caches.compat import CACHE_ARGUMENT
+from ..caches.draft import DraftLayer, StaticStep
+from ..caches.speculative import SpeculativeKVCache
+from .inputs import RowInputs
+
+WARM_UP_STEPS = 2
+
+
+class DraftStep:
+    """Reads one token on the draft face with the same kernels on the same memory each time.
+
+    On a GPU they are captured once as a CUDA graph and replayed: an eager step of a large model is
+    bound by Python. Elsewhere they are run as they are.
+
+    Args:
+        inputs: calls the model on the row; its cache has a draft face, and stays turned to it.
+
+    A step belongs to the draft layers that it was made for: :attr:`valid` tells whether they are
+    still the cache's.
+    """
+
+    def __init__(self, inputs: RowInputs) -> None:
+        self.inputs = inputs
+        self._drafts = _drafts(self.cache)
+        device = self.cache.own_layers[0].device
+        self.static = StaticStep.allocate(self._drafts[0].capacity, device)
+        with torch.inference_mode(False):
+            self.ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
+            self.positions = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        self.logits: torch.Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if device.type == "cuda":
+            self._capture(device)
+
+    @property
+    def cache(self) -> SpeculativeKVCache:
+        """The row's cache."""
+        cache: SpeculativeKVCache = self.inputs.cache
+        return cache
+
+    @property
+    def valid(self) -> bool:
+        """Whether the cache's draft layers are those of this step, with room for one token."""
+        now = _drafts(self.cache)
+        same = len(now) == len(self._drafts) and all(
+            ours is theirs for ours, theirs in zip(self._drafts, now, strict=True)
+        )
+        return same and now[0].tail_tokens < now[0].capacity == self.static.tail_bias.shape[0]
+
+    def _capture(self, device: torch.device) -> None:
+        self.static.cursor.fill_(self._drafts[0].tail_tokens)
+        self.positions.fill_(self.cache.get_seq_length() + self.inputs.shift)
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_STEPS):
+                self._run()
+        torch.cuda.current_stream(device).wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._run()
+
+    def _run(self) -> None:
+        self.cache.faces.static = self.static
+        try:
+            self.static.refresh()
+            options: dict[str, Any] = {CACHE_ARGUMENT: self.cache}
+            if self.inputs.takes_positions:
+                options["position_ids"] = self.positions
+            out = self.inputs.model(self.ids, use_cache=True, return_dict=True, **options)
+            self.logits = out.logits[:, -1:]
+        finally:
+            self.cache.faces.static = None
+
+    def __call__(self, token: torch.Tensor, start: int) -> torch.Tensor:
+        """Logits ``[1, 1, vocab]`` behind ``token`` ``[1, 1]``, the row's ``start``-th (padding
+        counted); a copy."""
+        self.ids.copy_(token)
+        self.positions.fill_(start + self.inputs.shift)
+        self.static.cursor.fill_(self._drafts[0].tail_tokens)
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._run()
+        for layer in self.cache.own_layers:
+            layer.advance(1)
+        assert self.logits is not None
+        return self.logits.clone()
+
+
+def _drafts(cache: SpeculativeKVCache) -> list[DraftLayer]:
+    return [layer.draft for layer in cache.own_layers if layer.draft is not None]
