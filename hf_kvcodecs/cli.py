@@ -199,14 +199,14 @@ def run_store(options: argparse.Namespace) -> int:
     from rich.table import Table
 
     from .store.files import checked_chunk
-    from .store.tiers import DiskTier
+    from .store.tiers import SPACE, DiskTier
 
     if not Path(options.folder).is_dir():
         raise FileNotFoundError(f"{options.folder}: no such folder")
     tier, console = DiskTier(options.folder), Console()
     table = Table("model and namespace", "chunks", "tokens", "MiB", "damaged", title="Chunk store")
     damaged = 0
-    for space in sorted(path.name for path in tier.folder.iterdir() if path.is_dir()):
+    for space in sorted(path.name for path in tier.folder.iterdir() if SPACE.fullmatch(path.name)):
         sizes, bad = [], 0
         for name in sorted(tier.names(space)):
             data = tier.read(space, name) or b""

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 SUFFIX = ".safetensors"
+# What stores call their spaces and chunks: whatever else lies there is not theirs to remove.
+SPACE = re.compile("[0-9a-f]{32}")
+FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 
 
 class TierError(OSError):
@@ -51,21 +56,16 @@ class DiskTier:
     """A folder that many processes may share: files are renamed into place when complete.
 
     Args:
-        folder: made if missing.
-        max_bytes: files not read for longest go when there are more.
+        folder: made if missing. Other files in it are left alone.
+        max_bytes: files not read for longest go when there are more, whoever wrote them.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
         self.folder, self.max_bytes = Path(folder), max_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._written = 0
 
     def names(self, space: str) -> set[str]:
-        try:
-            with os.scandir(self.folder / space) as entries:
-                return {e.name.removesuffix(SUFFIX) for e in entries if e.name.endswith(SUFFIX)}
-        except FileNotFoundError:
-            return set()
+        return {file.name.removesuffix(SUFFIX) for file in self._files(space)}
 
     def head(self, space: str, name: str, count: int) -> bytes | None:
         try:
@@ -96,34 +96,41 @@ class DiskTier:
             with contextlib.suppress(OSError):
                 os.unlink(partial)
             raise
-        self._keep_bound(len(data))
+        self._keep_bound()
 
     def remove(self, space: str, name: str) -> None:
         self._path(space, name).unlink(missing_ok=True)
 
     def clear(self, space: str | None = None) -> None:
-        for folder in [self.folder / space] if space else list(self.folder.iterdir()):
-            for path in folder.glob(f"*{SUFFIX}") if folder.is_dir() else ():
-                path.unlink(missing_ok=True)
+        for file in list(self._files(space)):
+            Path(file.path).unlink(missing_ok=True)
+
+    def _files(self, space: str | None = None) -> Iterator[os.DirEntry[str]]:
+        """The chunks of a space, or of all."""
+        for folder in [space] if space else os.listdir(self.folder):
+            if not SPACE.fullmatch(folder):
+                continue
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                with os.scandir(self.folder / folder) as entries:
+                    yield from (entry for entry in entries if FILE.fullmatch(entry.name))
 
     def _path(self, space: str, name: str) -> Path:
         return self.folder / space / f"{name}{SUFFIX}"
 
-    def _keep_bound(self, written: int) -> None:
-        """Looks at the folder only where the bound may have been crossed since the last look."""
-        self._written += written
+    def _keep_bound(self) -> None:
+        """Removes what is too much. Others write here too, so that only a look tells."""
         if self.max_bytes is None:
             return
         files = []
-        for path in self.folder.glob(f"*/*{SUFFIX}"):
+        for file in self._files():
             with contextlib.suppress(FileNotFoundError):
-                status = path.stat()
-                files.append((status.st_mtime_ns, status.st_size, path))
+                status = file.stat()
+                files.append((status.st_mtime_ns, status.st_size, file.path))
         held = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files, key=lambda file: file[0]):
+        for _, size, path in sorted(files):
             if held <= self.max_bytes:
                 break
-            path.unlink(missing_ok=True)
+            Path(path).unlink(missing_ok=True)
             held -= size
 
 
@@ -141,13 +148,8 @@ class FsspecTier:
         self.filesystem, self.root = fsspec.core.url_to_fs(url)
 
     def names(self, space: str) -> set[str]:
-        try:
-            self.filesystem.invalidate_cache(self._folder(space))
-            found = self.filesystem.ls(self._folder(space), detail=False)
-        except FileNotFoundError:
-            return set()
-        files = (path.rsplit("/", 1)[-1] for path in found)
-        return {name.removesuffix(SUFFIX) for name in files if name.endswith(SUFFIX)}
+        files = self._listed(self._folder(space))
+        return {name.removesuffix(SUFFIX) for name in files if FILE.fullmatch(name)}
 
     def head(self, space: str, name: str, count: int) -> bytes | None:
         try:
@@ -174,8 +176,19 @@ class FsspecTier:
             self.filesystem.rm_file(self._path(space, name))
 
     def clear(self, space: str | None = None) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.filesystem.rm(self._folder(space) if space else self.root, recursive=True)
+        for folder in [space] if space else self._listed(self.root):
+            if SPACE.fullmatch(folder):
+                for name in self._listed(self._folder(folder)):
+                    if FILE.fullmatch(name):
+                        self.remove(folder, name.removesuffix(SUFFIX))
+
+    def _listed(self, folder: str) -> list[str]:
+        try:
+            self.filesystem.invalidate_cache(folder)
+            found = self.filesystem.ls(folder, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [path.rstrip("/").rsplit("/", 1)[-1] for path in found]
 
     def _folder(self, space: str) -> str:
         return f"{self.root}/{space}"

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from hf_kvcodecs import ChunkStore
+from hf_kvcodecs.cli import main
 from hf_kvcodecs.errors import CorruptDataError, UnsupportedLayoutError
 from hf_kvcodecs.store import Chunk
 from hf_kvcodecs.store.files import from_bytes, to_bytes
@@ -336,6 +337,26 @@ def test_the_disk_is_bounded_too(tmp_path):
         put(store.space("m"), text(100, seed))
         held = sum(f.stat().st_size for f in tmp_path.glob("*/*.safetensors"))
         assert held <= 5 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("kind", ["disk", "fsspec"])
+def test_files_of_others_are_left_alone(tmp_path, kind):
+    """A folder that holds model weights too: neither the bound nor ``clear`` touches them."""
+    others = [tmp_path / "llama" / "model.safetensors", tmp_path / "notes.txt",
+              tmp_path / ("0" * 32) / "mine.safetensors"]  # fmt: skip
+    for other in others:
+        other.parent.mkdir(exist_ok=True)
+        other.write_bytes(bytes(9 * CHUNK_BYTES))
+    bound = {"disk": tmp_path, "disk_bytes": 2 * CHUNK_BYTES}
+    store = ChunkStore(**bound if kind == "disk" else {"remote": f"file://{tmp_path}"})
+    for seed in range(3):
+        put(store.space("m"), text(100, seed))
+    assert store.verify() == 0
+    if kind == "disk":
+        assert main(["store", str(tmp_path), "--verify"]) == 0
+    store.clear()
+    assert all(other.exists() for other in others)
+    assert [f for f in tmp_path.rglob("*.safetensors") if f not in others] == []
 
 
 def test_a_dead_server_is_a_miss_and_no_crash(caplog):
