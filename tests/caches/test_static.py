@@ -23,6 +23,7 @@ from ..harness import assert_same_bits, assert_same_contents, forward, generate,
 from ..kernels.register_cases import adversarial, ordinary
 
 pytest.importorskip("triton", reason="needs Triton")
+slow_on_cpu = pytest.mark.slow if not torch.cuda.is_available() else pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
     pytest.mark.compat,
@@ -104,6 +105,7 @@ def test_what_does_not_fit_is_nan_and_an_error():
         pair.dense()
 
 
+@slow_on_cpu  # a minute in the interpreter
 def test_more_raw_blocks_than_reserved():
     raw = adversarial(64)["every pattern"][0].to(DEVICE)
     keys, values = states(1, 1, 192, 64)
@@ -139,6 +141,7 @@ def test_crop(cut):
     assert address == pair.memory.memory.data_ptr()
 
 
+@slow_on_cpu  # a minute in the interpreter
 def test_rows_of_the_batch_and_copies():
     keys, values = states(3, 1, 400, 64)
     keys[1, :, :128] = adversarial(64)["every pattern"][0].to(DEVICE)
@@ -261,6 +264,7 @@ def test_a_compiled_model_is_one_graph_for_every_cache():
     assert cache.memory().packed_elements == reference.memory().packed_elements > 0
 
 
+@slow_on_cpu  # a minute in the interpreter
 def test_eager_steps_several_turns_and_crops():
     llama = model()
     ids = prompt(1, 420)
@@ -297,6 +301,7 @@ def test_a_mask_with_holes_is_an_error_after_one_step():
     assert int(cache.layers[0].pair.memory.state[0, 0]) == 201
 
 
+@slow_on_cpu  # a minute in the interpreter
 def test_beams():
     llama = model()
     ids = prompt(1, 200)
