@@ -100,9 +100,18 @@ def environment(path: str) -> dict[str, Any]:
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "commit": commit(),
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": command(),
         "model": Path(path).name,
     }
+
+
+def command() -> str:
+    """The command line, without where its results go."""
+    words = sys.argv[1:]
+    if "--out" in words:
+        at = words.index("--out")
+        words = words[:at] + words[at + 2 :]
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
 def cpu_name() -> str:
