@@ -261,7 +261,9 @@ class FusedPair:
         out = self.tail.new_empty((2, batch, heads, tokens, head_dim))
         blocks, part = divmod(min(tokens, self.sealed_tokens), BLOCK_TOKENS)
         if blocks:
-            register_unpack(self.blocks, 0, blocks, into=out[:, :, :, : blocks * BLOCK_TOKENS])
+            register_unpack(
+                self.blocks, 0, blocks, into=out[:, :, :, : blocks * BLOCK_TOKENS].unbind()
+            )
         if part:
             opened = torch.stack(register_unpack(self.blocks, blocks, blocks + 1))
             out[:, :, :, tokens - part :] = opened[:, :, :, :part]

@@ -191,7 +191,9 @@ class StaticPair:
         )
         size = blocks * BLOCK_TOKENS
         if blocks:
-            register_unpack(self.memory.blocks(blocks), 0, blocks, into=out[:, :, :, :size])
+            register_unpack(
+                self.memory.blocks(blocks), 0, blocks, into=out[:, :, :, :size].unbind()
+            )
         if tokens > size:
             out[:, :, :, size:] = self._ring(size, tokens)
         keys, values = out[:, :, :, :tokens]

@@ -20,7 +20,7 @@ from .full import FullStore, HostStore, host_empty, wait_for_device
 
 SEAL_TOKENS = 1024  # generated tokens are packed so many at a time
 KEEP_TOKENS = 128  # the newest stay raw: taking back drafts opens no block
-SEGMENT_BLOCKS = 64  # blocks of one segment at most: what is unpacked at a time
+SEGMENT_BLOCKS = 128  # of one segment at most: what crosses the link and is unpacked at a time
 
 
 class Segment(ABC):
@@ -37,6 +37,11 @@ class Segment(ABC):
     def unpack(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Exact keys and values ``[batch, kv_heads, tokens, head_dim]`` on ``device``, enqueued on
         its current stream."""
+
+    def unpack_into(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """The same, into tensors of that shape and any strides."""
+        for target, source in zip((keys, values), self.unpack(keys.device), strict=True):
+            target.copy_(source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,8 @@ class RegisterSegment(Segment):
     """bf16 blocks that a GPU's kernels pack and unpack; see
     :mod:`hf_kvcodecs.kernels.register_blocks`."""
 
-    blocks: RegisterBlocks
+    blocks: RegisterBlocks  # what crosses the link are views of `memory`
+    memory: torch.Tensor
     device: torch.device
     tokens: int
 
@@ -98,40 +104,59 @@ class RegisterSegment(Segment):
             register_pack(keys, values, made)
             made.check()
             pool, raw, _ = made.cursors.tolist()
-        kept = replace(
+        used = replace(
             made,
-            words=_to_host(made.words),
-            pool=_to_host(made.pool[: max(min(pool, made.pool.numel()), 2)]),
-            raw=_to_host(made.raw[: max(min(raw, made.raw.shape[0]), 1)]),
-            table=_to_host(made.table),
+            pool=made.pool[: max(min(pool, made.pool.numel()), 2)],
+            raw=made.raw[: max(min(raw, made.raw.shape[0]), 1)],
             # Attention alone reads these two.
             raw_list=made.raw_list.new_zeros((batch, heads, 0), device="cpu"),
             raw_count=made.raw_count.new_zeros((batch, heads), device="cpu"),
             cursors=made.cursors.cpu(),
         )
-        return RegisterSegment(kept, keys.device, tokens)
+        sizes = [_padded_bytes(getattr(used, name)) for name in _MOVED]
+        memory = host_empty((sum(sizes),), torch.uint8)
+        kept = _views(used, memory)
+        for name in _MOVED:
+            getattr(kept, name).copy_(getattr(used, name), non_blocking=True)
+        return RegisterSegment(kept, memory, keys.device, tokens)
 
     @property
     def nbytes(self) -> int:
-        held = self.blocks
-        return sum(t.nbytes for t in (held.words, held.pool, held.raw, held.table))
+        return self.memory.nbytes
+
+    def _moved(self, device: torch.device) -> RegisterBlocks:
+        """The blocks on the device, in one transfer."""
+        return _views(self.blocks, self.memory.to(device, non_blocking=True))
 
     def unpack(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         there = device if device.type == "cuda" else self.device
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(there, non_blocking=True)
-
-        held = self.blocks
-        moved = replace(
-            held,
-            words=move(held.words),
-            pool=move(held.pool),
-            raw=move(held.raw),
-            table=move(held.table),
-        )
-        keys, values = register_unpack(moved)
+        keys, values = register_unpack(self._moved(there))
         return keys.to(device), values.to(device)
+
+    def unpack_into(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.device.type != "cuda":
+            super().unpack_into(keys, values)
+            return
+        register_unpack(self._moved(keys.device), into=(keys, values))
+
+
+_MOVED = ("words", "pool", "raw", "table")
+
+
+def _padded_bytes(tensor: torch.Tensor) -> int:
+    """Its bytes, so that what lies behind begins where words of any size may."""
+    return -(-tensor.nbytes // 16) * 16
+
+
+def _views(blocks: RegisterBlocks, memory: torch.Tensor) -> RegisterBlocks:
+    """``blocks`` with what crosses the link in ``memory``, uint8, one behind the other."""
+    start = 0
+    views: Any = {}
+    for name in _MOVED:
+        like = getattr(blocks, name)
+        views[name] = memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+        start += _padded_bytes(like)
+    return replace(blocks, **views)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -200,9 +225,7 @@ class PackedStore(FullStore):
         start = 0
         for segment in self._sealed.get(layer_idx, ()):
             stop = start + segment.tokens
-            found = segment.unpack(keys.device)
-            for target, source in zip((keys, values), found, strict=True):
-                target[start:stop].copy_(source.permute(2, 0, 1, 3))
+            segment.unpack_into(*(part[start:stop].permute(1, 2, 0, 3) for part in (keys, values)))
             start = stop
         self._tail.copy_to(layer_idx, keys[start:], values[start:])
         return self.layer_nbytes(layer_idx)

@@ -14,6 +14,7 @@ from hf_kvcodecs.kernels.packed_attention import packed_attention, unsupported_r
 from hf_kvcodecs.kernels.packed_attention.reference import packed_attention_reference
 from hf_kvcodecs.kernels.register_blocks import RegisterBlocks
 from hf_kvcodecs.kernels.register_reference import register_pack_reference
+from hf_kvcodecs.store.packed import RegisterSegment
 
 from .register_cases import adversarial, ordinary, same_bits
 
@@ -77,6 +78,26 @@ def test_unpack_is_exact(head_dim):
     assert same_bits(found[1], values)
     part = register_unpack(blocks, 1, 2)
     assert same_bits(part[0], keys[:, :, 128:])
+    # Token-major, as staging areas are.
+    into = [torch.zeros(300, 1, 2, head_dim, dtype=torch.bfloat16) for _ in range(2)]
+    register_unpack(blocks, into=[states[44:].permute(1, 2, 0, 3) for states in into])
+    for states, wanted in zip(into, (keys, values), strict=True):
+        assert same_bits(states[44:].permute(1, 2, 0, 3), wanted)
+        assert not states[:44].any()
+
+
+def test_a_segment_is_one_transfer():
+    keys, values = ordinary(1, 2, 256, 64)
+    keys[:, 1:, 128:] = adversarial(64)["every pattern"][0]  # a raw block
+    segment = RegisterSegment.pack(keys, values)
+    parts = (segment.blocks.words, segment.blocks.pool, segment.blocks.raw, segment.blocks.table)
+    storage = segment.memory.untyped_storage().data_ptr()
+    assert all(part.untyped_storage().data_ptr() == storage for part in parts)
+    for found, wanted in zip(segment.unpack(keys.device), (keys, values), strict=True):
+        assert same_bits(found, wanted)
+    moved = segment._moved(torch.device("cpu"))
+    for found, wanted in zip(register_unpack(moved), (keys, values), strict=True):
+        assert same_bits(found, wanted)
 
 
 @pytest.mark.parametrize("name", adversarial(64))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ...errors import UnsupportedLayoutError
@@ -109,15 +111,14 @@ def register_unpack(
     start: int = 0,
     stop: int | None = None,
     *,
-    into: torch.Tensor | None = None,
+    into: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The very keys and values that were sealed, bit for bit, without waiting for the GPU.
 
     Args:
         blocks: sealed by :func:`hf_kvcodecs.kernels.exponent_pack.register_pack`.
         start, stop: the range of blocks; all if left out.
-        into: bf16 ``[2, batch, kv_heads, (stop - start) * 128, head_dim]``, head_dim contiguous:
-            written and returned; a new tensor if None.
+        into: where to write keys and values, head_dim contiguous; new tensors if None.
 
     Returns:
         keys and values, bf16 ``[batch, kv_heads, (stop - start) * 128, head_dim]``.
@@ -134,15 +135,16 @@ def register_unpack(
     if not 0 <= start <= stop <= blocks.blocks:
         raise ValueError(f"blocks {start} to {stop}: expected a range within 0 to {blocks.blocks}")
     batch, kv_heads, capacity = blocks.table.shape
-    shape = (2, batch, kv_heads, (stop - start) * BLOCK_TOKENS, blocks.head_dim)
+    shape = (batch, kv_heads, (stop - start) * BLOCK_TOKENS, blocks.head_dim)
     if into is None:
-        into = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    if (into.shape, into.dtype, into.device) != (shape, torch.bfloat16, device):
-        raise ValueError(
-            f"into: expected bfloat16 {shape} on {device}, got {into.dtype} {tuple(into.shape)} on "
-            f"{into.device}"
-        )
-    keys, values = into.view(torch.int16)
+        into = torch.empty((2, *shape), dtype=torch.bfloat16, device=device).unbind()
+    for states in into:
+        if (states.shape, states.dtype, states.device) != (shape, torch.bfloat16, device):
+            raise ValueError(
+                f"into: expected bfloat16 {shape} on {device}, got {states.dtype} "
+                f"{tuple(states.shape)} on {states.device}"
+            )
+    keys, values = (states.view(torch.int16) for states in into)
     if stop > start and batch > 0:
         from .kernel import _unpack_kernel
 
