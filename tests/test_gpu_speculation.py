@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from hf_kvcodecs import SpeculativeKVCache, draft_verify
 from hf_kvcodecs.caches.attention_view import SDPACall
 from hf_kvcodecs.caches.split_attention import split_attention
+from hf_kvcodecs.generation.inputs import RowInputs
 from hf_kvcodecs.kernels.ragged_attention import ragged_attention, ragged_attention_works
 from hf_kvcodecs.kernels.ragged_attention.reference import ragged_attention_reference
 from hf_kvcodecs.store.packed import PackedStore, RegisterSegment
@@ -118,6 +119,34 @@ def test_ragged_attention(dtype, head_dim):
         expected = ragged_attention_reference(*given, head_dim**-0.5)
         tolerance = 1e-4 if dtype == torch.float32 else 2e-3
         torch.testing.assert_close(out, expected, atol=tolerance, rtol=1e-2)
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_the_host_runs_ahead_of_verifications(monkeypatch, padding):
+    """Behind the first one, which looks at the mask, no forward waits for the device."""
+    model = tiny_llama(torch.bfloat16, head_dim=64).cuda()
+    ids, plain, ahead = prompt(3000).cuda(), RowInputs.forward, []
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+
+    def forward(self, new, *args):
+        if not (self.cache.faces.verifying and self.cache.faces.starts):
+            return plain(self, new, *args)
+        ahead.append(self.cache.faces.starts)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return plain(self, new, *args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(RowInputs, "forward", forward)
+    cache = SpeculativeKVCache(
+        compressor="snapkv", keep=0.5, full_codec="gaac", draft_length="auto"
+    )
+    generate(
+        model, ids, cache, attention_mask=mask, custom_generate=draft_verify, max_new_tokens=60
+    )
+    assert ahead and set(ahead[0].values()) == {padding}
 
 
 def test_staging_takes_two_layers_and_no_more():

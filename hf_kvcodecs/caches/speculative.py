@@ -337,7 +337,7 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
                 joined.keys = torch.cat([part.keys for part in parts])
                 joined.values = torch.cat([part.values for part in parts])
                 self.layers[index] = joined
-        self.faces.padding = 0
+        self.faces.begin_row()
 
     def __repr__(self) -> str:
         own = len(self.own_layers)

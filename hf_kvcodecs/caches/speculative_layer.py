@@ -13,9 +13,9 @@ from ..compressors import Compressor, LayerStates, repetition_attention
 from ..errors import CacheMisuseError
 from ..store.full import FullStore
 from ..store.streaming import LayerStream, stream_for
-from .attention_view import WatchedStates, views
+from .attention_view import SDPACall, WatchedStates, views
 from .draft import DraftLayer, DraftStates, StaticStep
-from .split_attention import split_attention
+from .split_attention import first_seen, split_attention
 
 # Attention through which queries can be watched; None: nobody to ask, sdpa is the default.
 WATCHABLE = (None, "sdpa")
@@ -34,6 +34,8 @@ class Faces:
         static: a draft step of fixed shape is being made, see :class:`StaticStep`.
         spare_tokens: rows of the drafts' tails beyond ``refresh_tokens``.
         padding: tokens at the left of the (single) row that are no text.
+        starts: by layer the first token that the masks of this text's verifications let be seen, as
+            the first of them showed.
         repeating: the part of the context that the model is repeating, None otherwise.
     """
 
@@ -50,7 +52,13 @@ class Faces:
     attention: str | None = None
     padding: int = 0
     repeating: tuple[int, int] | None = None
+    starts: dict[int, int | None] = field(default_factory=dict)
     streams: dict[torch.device, LayerStream] = field(default_factory=dict)
+
+    def begin_row(self, padding: int = 0) -> None:
+        """Another text, with so many tokens of padding at its left."""
+        self.padding = padding
+        self.starts.clear()
 
     def stream(self, device: torch.device) -> LayerStream:
         """The way from the store to ``device``."""
@@ -70,7 +78,8 @@ class Faces:
     def clear(self) -> None:
         self.drop()
         self.store.clear()
-        self.face, self.verifying, self.padding = "full", False, 0
+        self.face, self.verifying = "full", False
+        self.begin_row()
 
     @property
     def reselecting(self) -> bool:
@@ -214,8 +223,20 @@ class SpeculativeLayer(CacheLayerMixin):
         if not self.faces.watches and not splits:
             return keys, values
         watch = partial(self._watch, keys, values) if self.faces.watches else None
-        answer = split_attention if splits else None
+        answer = self._answer if splits else None
         return views(WatchedStates(keys, values, new, watch, answer))
+
+    def _answer(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: SDPACall
+    ) -> torch.Tensor | None:
+        """:func:`split_attention`. A decoder's verifications have masks of one kind: the first one
+        is looked at, and the host runs ahead of the device in the others."""
+        if not self.faces.verifying or call.attn_mask is None:
+            return split_attention(query, keys, values, call)
+        if self.index not in self.faces.starts:
+            self.faces.starts[self.index] = first_seen(call.attn_mask)
+        start = self.faces.starts[self.index]
+        return None if start is None else split_attention(query, keys, values, call, start)
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if keys.requires_grad and torch.is_grad_enabled():

@@ -12,7 +12,11 @@ MOST_NEW_TOKENS = 512  # their products with each other are held whole
 
 
 def split_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: SDPACall
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    call: SDPACall,
+    start: int | None = None,
 ) -> torch.Tensor | None:
     """Causal attention ``[batch, q_heads, new, head_dim]`` of the newest tokens, or None where
     this cannot answer.
@@ -26,6 +30,8 @@ def split_attention(
         query: ``[batch, q_heads, new, head_dim]``.
         keys, values: ``[batch, kv_heads, known + new, head_dim]``.
         call: the call to answer; a mask must be causal with padding at the left of its single row.
+        start: the first token that this mask lets be seen, where that is known; else it is looked
+            for, which waits for the device (:func:`first_seen`).
     """
     batch, q_heads, new, head_dim = query.shape
     known = keys.shape[2] - new
@@ -42,11 +48,8 @@ def split_attention(
         or not _has_flash(query, keys, values)
     ):
         return None
-    starts = padding_starts(call.attn_mask)
-    if starts is None or (starts.numel() > 1 and bool((starts != starts[0]).any())):
-        return None
-    start = int(starts[0])
-    if start >= known:
+    start = first_seen(call.attn_mask) if start is None else start
+    if start is None or start >= known:
         return None
     heads = keys.shape[1]
     scale = float(head_dim) ** -0.5 if call.scale is None else call.scale
@@ -58,6 +61,15 @@ def split_attention(
     total = torch.logaddexp(past_sum, own_sum)
     out = past * (past_sum - total).exp() + own * (own_sum - total).exp()
     return out.to(query.dtype)
+
+
+def first_seen(mask: torch.Tensor) -> int | None:
+    """The first token that a causal ``mask`` ``[batch, 1, new, tokens]`` with equal padding at the
+    left of its rows lets be seen; None for any other mask. Waits for the device."""
+    starts = padding_starts(mask)
+    if starts is None or (starts.numel() > 1 and bool((starts != starts[0]).any())):
+        return None
+    return int(starts[0])
 
 
 def _has_flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:

@@ -39,7 +39,7 @@ class SameModelCandidateGenerator(CandidateGenerator):
         inputs: calls the model on the row.
         logits_processor: applied to the draft's logits as to the verifier's.
         sample: draw tokens instead of taking the likeliest.
-        eos_token_ids: drafting stops behind one of these.
+        eos_token_ids: on a CPU drafting stops behind one of these.
         draft_length: tokens of a draft, until told otherwise.
         proposer: another candidate generator (prompt lookup, an assistant model) whose proposals
             the draft face checks several at a time; drafts are the same, with fewer forwards.
@@ -104,7 +104,9 @@ class SameModelCandidateGenerator(CandidateGenerator):
                     break
             if proposals.shape[1]:
                 self.cache.drop_drafts(drafted.shape[1] - known)
-            if self.eos_token_ids and int(drafted[0, -1]) in self.eos_token_ids:
+            # To look would have a GPU wait for the host each time; what comes behind an end of text
+            # is drafted once and never emitted.
+            if drafted.is_cpu and int(drafted[0, -1]) in self.eos_token_ids:
                 break
         tokens = drafted[:, known:]
         return Draft(tokens, probabilities if self.sample else None, scores)

@@ -6,13 +6,7 @@ from abc import ABC, abstractmethod
 
 
 class DraftLength(ABC):
-    """Names the next draft's length, and is told how the last one went.
-
-    Attributes:
-        needs_seconds: drafting and verifying have to be timed apart, for which the host waits.
-    """
-
-    needs_seconds = False
+    """Names the next draft's length, and is told how the last one went."""
 
     @abstractmethod
     def next(self) -> int:
@@ -48,8 +42,6 @@ class AdaptiveLength(DraftLength):
         decay: weight of a round against the next one's.
         prior_accepted, prior_rejected: counts to begin with.
     """
-
-    needs_seconds = True
 
     def __init__(
         self,

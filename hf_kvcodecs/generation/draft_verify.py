@@ -149,7 +149,7 @@ def _row(
 ) -> RowDecoder:
     config = options.config
     inputs = RowInputs(model, cache, model_kwargs, ids.shape[1])
-    cache.faces.padding = inputs.padding
+    cache.faces.begin_row(inputs.padding)
     return RowDecoder(
         inputs,
         ids,

@@ -9,9 +9,9 @@ import torch
 
 from ..caches.speculative import SpeculativeKVCache
 from ..caches.speculative_report import DraftVerifyReport
-from ..store.full import wait_for_device
 from .candidate_generator import Draft, SameModelCandidateGenerator
 from .choice import against_draft, draw
+from .clock import Mark
 from .draft_length import draft_length
 from .inputs import RowInputs
 from .repetition import repeat_context
@@ -104,21 +104,20 @@ class RowDecoder:
 
     def _round(self) -> None:
         self._prepare()
-        began = time.perf_counter()
+        began = Mark(self.ids.device)
         # The verifier adds a token of its own, so one draft less than may still come is enough.
         room = self.max_length - self.ids.shape[1] - 1
         draft = self._draft(min(self.length.next(), room))
         drafted = draft.tokens.shape[1]
-        if self.length.needs_seconds:
-            wait_for_device()
-        drafting = time.perf_counter() - began
+        drafted_at = Mark(self.ids.device)
         self.cache.begin_verify()
         start = self.ids.shape[1] - 1
         read = torch.cat([self.ids[:, -1:], draft.tokens], dim=1)
         logits = self.inputs.forward(read, start).float()
         emitted, accepted = self._accept(draft, logits)
         self.cache.commit(emitted, drafted + 1)
-        verifying = time.perf_counter() - began - drafting
+        drafting = drafted_at.seconds_since(began)
+        verifying = Mark(self.ids.device).seconds_since(drafted_at)
         self.report.draft_seconds += drafting
         self.report.verify_seconds += verifying
         if drafted:
