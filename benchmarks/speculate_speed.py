@@ -362,6 +362,7 @@ def parts_of_a_round(decoder: RowDecoder, held: int) -> dict[str, float]:
     """A draft step alone, and a verification with every layer already there or as it is."""
     cache = decoder.cache
     cache.begin_draft()
+    cache.stage(len(cache.layers))
     step = decoder.generator._step
     if step is None or not step.valid:
         step = DraftStep(decoder.inputs)

@@ -130,7 +130,7 @@ def test_the_host_runs_ahead_of_verifications(monkeypatch, padding):
     mask[:, :padding] = 0
 
     def forward(self, new, *args):
-        if not (self.cache.faces.verifying and self.cache.faces.starts):
+        if not (self.cache.faces.verifying and self.cache.faces.starts and new.shape[1] > 1):
             return plain(self, new, *args)
         ahead.append(self.cache.faces.starts)
         torch.cuda.set_sync_debug_mode("error")
@@ -146,7 +146,8 @@ def test_the_host_runs_ahead_of_verifications(monkeypatch, padding):
     generate(
         model, ids, cache, attention_mask=mask, custom_generate=draft_verify, max_new_tokens=60
     )
-    assert ahead and set(ahead[0].values()) == {padding}
+    assert ahead
+    assert set(ahead[0].values()) == {padding}
 
 
 def test_staging_takes_two_layers_and_no_more():

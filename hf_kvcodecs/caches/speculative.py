@@ -166,8 +166,8 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
     def begin_draft(self) -> None:
         """Turns to the draft face; forwards append to it until :meth:`begin_verify`.
 
-        Compresses the exact face where that has not happened yet, and starts moving its first
-        layers for the verification to come.
+        Compresses the exact face where that has not happened yet, and starts moving its first layer
+        for the verification to come (:meth:`stage`).
 
         Raises:
             CacheMisuseError: nothing was read yet, several rows, or a layer that cannot be rolled
@@ -176,9 +176,17 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
         self._check_draftable()
         if self.needs_compression:
             self.compress()
-        self.faces.prefetch()
+        self.stage(1)
         self._set_others_aside()
         self.faces.face = "draft"
+
+    def stage(self, layers: int) -> None:
+        """Starts moving so many layers more of the exact face, as far as ``staging_bytes`` reach.
+
+        A few between one draft step and the next: to enqueue all of them at once would keep the
+        device waiting for the first step.
+        """
+        self.faces.prefetch(layers)
 
     @property
     def needs_compression(self) -> bool:

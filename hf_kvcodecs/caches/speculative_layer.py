@@ -66,9 +66,9 @@ class Faces:
             self.streams[device] = stream_for(self.store, device, self.staging_bytes)
         return self.streams[device]
 
-    def prefetch(self) -> None:
+    def prefetch(self, most: int | None = None) -> None:
         for stream in self.streams.values():
-            stream.prefetch()
+            stream.prefetch(most)
 
     def drop(self) -> None:
         """Forgets what was staged: the store has changed otherwise than by appending."""

@@ -14,6 +14,8 @@ from .choice import draw
 from .draft_step import DraftStep
 from .inputs import RowInputs
 
+STAGED_LAYERS = 4  # behind each draft step
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -93,6 +95,7 @@ class SameModelCandidateGenerator(CandidateGenerator):
             proposals = self._proposals(drafted, known + self.draft_length - drafted.shape[1] - 1)
             start = drafted.shape[1] - 1
             logits = self._forward(torch.cat([drafted[:, -1:], proposals], dim=1), start)
+            self.cache.stage(STAGED_LAYERS)
             for index in range(logits.shape[1]):
                 found = self.logits_processor(drafted, logits[:, index].float())
                 token, distribution = draw(found, self.sample)

@@ -37,8 +37,9 @@ class LayerStream(ABC):
     def load(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All tokens of a layer on the device, for a reader out of turn (compressing)."""
 
-    def prefetch(self) -> None:
-        """Starts moving the first layers, so that they are there when a forward begins."""
+    def prefetch(self, most: int | None = None) -> None:
+        """Starts moving the first layers (``most`` more of them), so that they are there when a
+        forward begins."""
         return
 
     def drop(self) -> None:
@@ -133,9 +134,9 @@ class StagedStream(LayerStream):
         self._current().wait_event(slot.arrived)
         return _as_states(slot, tokens)
 
-    def prefetch(self) -> None:
+    def prefetch(self, most: int | None = None) -> None:
         self._release_last()
-        self._fill(0)
+        self._fill(0, most)
 
     def drop(self) -> None:
         self._release_last()
@@ -168,11 +169,10 @@ class StagedStream(LayerStream):
             self._free.append(slot)
         self._last = None
 
-    def _fill(self, first: int) -> None:
-        """Fetches layers from the ``first``-th on while the ring has room."""
-        for layer_idx in self._order[first:]:
-            if layer_idx in self._slots:
-                continue
+    def _fill(self, first: int, most: int | None = None) -> None:
+        """Fetches layers from the ``first``-th on (``most`` of them) while the ring has room."""
+        missing = [layer_idx for layer_idx in self._order[first:] if layer_idx not in self._slots]
+        for layer_idx in missing[:most]:
             if not self._free and self._full(layer_idx):
                 return
             self._fetch(layer_idx, 0)
