@@ -404,6 +404,32 @@ def test_rows(references, rows):
     assert_same_bits(cache.dense(0)[1][:, :, :330], values[rows])
 
 
+def test_rows_exchanged_seal_into_places_of_their_own(references):
+    shared = BlockPool(config(1), tokens=22 * 128, rows=2, raw_share=0.5, device=DEVICE)
+    both = Both(shared, 1400, 0, rows=2)
+    both.add(200)
+    for rows in ([1, 0], [1, 1], [0, 0]):
+        both.each(lambda cache, rows=rows: cache.reorder_cache(torch.tensor(rows)))
+        both.check()
+        both.add(400)
+        both.check()
+    assert (both.cache.layers[0].pair.blocks.table >= 0).any(1).sum() > 12  # packed ones too
+
+
+def test_blocks_that_change_hands(references):
+    """A cache that shrinks and grows to its old size may get other blocks than it had."""
+    shared = BlockPool(config(1), tokens=5 * 128, rows=3, raw_share=1, device=DEVICE)
+    first, second = Both(shared, None, 1), Both(shared, None, 50)
+    first.add(4 * 128)
+    first.each(lambda cache: cache.crop(-300))
+    second.add(3 * 128)
+    first.add(240)
+    assert first.cache.layers[0].pair.sealed_blocks == 3
+    first.check()
+    second.check()
+    check_accounts(shared, [first.cache, second.cache])
+
+
 def test_no_rows(references):
     shared = BlockPool(config(1), tokens=4 * 128, rows=2, device=DEVICE)
     keys, values = states(2, 1, 200, 64)
