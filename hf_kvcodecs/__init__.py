@@ -2,11 +2,18 @@
 
 from .caches.chunk_reuse import ChunkReuseCache, ReuseReport
 from .caches.gaac import GAACCache
+from .caches.pool import BlockPool
 from .caches.report import MemoryReport
 from .caches.speculative import SpeculativeKVCache
 from .caches.speculative_report import DraftVerifyReport
 from .compressors import Compressor
-from .errors import CacheMisuseError, CorruptDataError, KVCodecsError, UnsupportedLayoutError
+from .errors import (
+    CacheMisuseError,
+    CorruptDataError,
+    KVCodecsError,
+    PoolFullError,
+    UnsupportedLayoutError,
+)
 from .generation.draft_verify import draft_verify
 from .generation.planner import plan
 from .generation.switch import disable, enable
@@ -15,6 +22,7 @@ from .store import ChunkStore, StoreStats
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockPool",
     "CacheMisuseError",
     "ChunkReuseCache",
     "ChunkStore",
@@ -24,6 +32,7 @@ __all__ = [
     "GAACCache",
     "KVCodecsError",
     "MemoryReport",
+    "PoolFullError",
     "ReuseReport",
     "SpeculativeKVCache",
     "StoreStats",

@@ -15,3 +15,8 @@ class UnsupportedLayoutError(KVCodecsError, ValueError):
 
 class CacheMisuseError(KVCodecsError, ValueError):
     """A cache was given states that cannot continue what it holds; the cache is left unchanged."""
+
+
+class PoolFullError(KVCodecsError, RuntimeError):
+    """A pool has no room for what was asked, and nothing was taken from it; other caches in it are
+    not affected."""

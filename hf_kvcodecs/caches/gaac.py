@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from .files import load_cache, save_cache
 from .guards import NeedsConfigForOtherLayers, PromptLength, check_first_forward, check_layer_order
 from .layer import GAACLayer, GAACOptions, check_states
 from .offloaded import Staging
+from .pool import BlockPool, Seat
+from .pooled import PooledLayer
 from .report import MemoryReport, measure
 from .static_layer import StaticGAACLayer, check_static
 from .static_pair import StaticPair
@@ -60,6 +63,9 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
             GPU and sdpa attention; all memory is taken with the prompt. Where states cannot be kept
             so (a CPU, another dtype) the cache grows as without it, and says so.
         pack_from: sequences shorter than this many tokens stay dense.
+        pool: a :class:`BlockPool` that holds everything, shared with other caches. With it,
+            ``max_tokens`` is what this cache is admitted for, one row now and the others of a batch
+            with the prompt; without, it takes blocks as it grows.
 
     A cache continues one text. For another prompt call :meth:`reset` or make a new one: reuse is
     refused where it can be seen (a prompt no longer than what is held, another batch size), but a
@@ -67,6 +73,7 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
 
     Raises:
         ValueError: an option out of range.
+        PoolFullError: no room in ``pool``.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         offload: str | None = None,
         max_tokens: int | None = None,
         pack_from: int = 0,
+        pool: BlockPool | None = None,
     ) -> None:
         if config is not None and not isinstance(config, PreTrainedConfig):
             raise TypeError(
@@ -93,6 +101,10 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
             offload=offload,
         )
         self._staging = Staging()
+        self._seat: Seat | None = None
+        if pool is not None:
+            config = self._take_seat(pool, config)
+            max_tokens = None  # not a capacity of its own
         self.config = config
         self._claimed_by_generate = self._first_forward = False
         self._attention: str | None = None
@@ -107,8 +119,8 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
                 new_layer = partial(GAACLayer, self.options, self._staging)  # not ours: a cycle
                 self.layer_class_to_replicate = new_layer  # type: ignore[assignment]  # a factory
         self.layers = [
-            self._new_layer() if type(layer) in (DynamicLayer, StaticLayer) else layer
-            for layer in layers
+            self._new_layer(number) if type(layer) in (DynamicLayer, StaticLayer) else layer
+            for number, layer in enumerate(layers)
         ]
         if config is not None and not any(isinstance(layer, GAACLayer) for layer in self.layers):
             notice_once(
@@ -116,8 +128,24 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
                 "full attention. It works, and takes as much memory as DynamicCache."
             )
 
-    def _new_layer(self) -> GAACLayer:
+    def _take_seat(self, pool: BlockPool, config: PreTrainedConfig | None) -> PreTrainedConfig:
+        """Admission to ``pool``; the config to go by."""
+        max_tokens = self.options.max_tokens
+        if config not in (None, pool.config):
+            raise ValueError("config: expected the pool's, or none beside pool=; got another one")
+        self.options = replace(self.options, max_tokens=None)
+        if self.options != GAACOptions():
+            raise ValueError(
+                f"pool: expected no options beside it but max_tokens, got {self.options}. A pool "
+                "holds bf16 blocks of 128 tokens on its device"
+            )
+        self._seat = Seat(pool, max_tokens)
+        return pool.config
+
+    def _new_layer(self, number: int) -> GAACLayer:
         """An empty full-attention layer."""
+        if self._seat is not None:
+            return PooledLayer(self._seat, number)
         if self.options.max_tokens is None:
             return GAACLayer(self.options, self._staging)
         return StaticGAACLayer(self.options, getattr(self.config, "dtype", None))
@@ -134,14 +162,14 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         if not isinstance(cache, DynamicCache):
             raise TypeError(f"cache: expected a DynamicCache, got {type(cache).__name__}")
         packed = cls(config, **options)
-        packed.layers = [packed._packed_layer(layer) for layer in cache.layers]
+        packed.layers = [packed._packed_layer(*layer) for layer in enumerate(cache.layers)]
         return packed
 
-    def _packed_layer(self, layer: Any) -> Any:
+    def _packed_layer(self, number: int, layer: Any) -> Any:
         """A full-attention layer packed, any other copied."""
         if type(layer) is not DynamicLayer and not isinstance(layer, GAACLayer):
             return copy.deepcopy(layer)
-        packed = self._new_layer()
+        packed = self._new_layer(number)
         if layer.keys is not None and layer.values is not None and layer.get_seq_length():
             packed.update(layer.keys.detach(), layer.values.detach())
         return packed

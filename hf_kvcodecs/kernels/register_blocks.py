@@ -48,6 +48,10 @@ number in bits 0-15, the lane in 16-20, ``((i G + u) 4 + r) 2 + h`` above.
 A block that does not fit (more than 255 patches of a kind, tile and warp; no room in the pool; more
 bytes than raw) is kept raw: bf16 ``[2, 128, D]``. ``table`` has the slot of each block, or ``-1 -
 raw slot``.
+
+Memory is *paged* where many sequences share it: a slot is longer then and ends in a pool of its
+own, and who seals a block says beforehand in ``table`` which slot it gets, and in ``raw_free``
+which raw slots may be used. Readers need not know.
 """
 
 from __future__ import annotations
@@ -89,6 +93,9 @@ class RegisterBlocks:
         raw_count: int32 ``[batch, kv_heads]``: how many of ``raw_list`` count.
         cursors: int32 ``[3]``: pool words and raw slots taken, blocks that found no room at all.
         blocks: how many blocks of every row are sealed.
+        raw_free: int32 ``[n]``, in paged memory alone: raw slots that may be taken, in this order;
+            ``cursors[1]`` counts them. ``pool`` is ``words``, flat, and unsealed blocks have slots
+            in ``table``.
     """
 
     head_dim: int
@@ -100,6 +107,7 @@ class RegisterBlocks:
     raw_count: torch.Tensor
     cursors: torch.Tensor
     blocks: int = 0
+    raw_free: torch.Tensor | None = None
 
     @staticmethod
     def allocate(
@@ -212,6 +220,18 @@ class RegisterBlocks:
     def packable(self) -> bool:
         """Whether blocks of this head_dim have a packed form."""
         return self.head_dim in HEAD_DIMS
+
+    @property
+    def own_pool_words(self) -> int:
+        """Words at the end of each slot for its escapes and patches, 0 where memory is not
+        paged."""
+        paged = self.raw_free is not None and self.packable
+        return self.words.shape[1] - slot_words(self.head_dim) if paged else 0
+
+    @property
+    def raw_room(self) -> int:
+        """Raw slots that may be taken, those that are taken included."""
+        return self.raw.shape[0] if self.raw_free is None else self.raw_free.numel()
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from .register_blocks import (
@@ -9,6 +11,7 @@ from .register_blocks import (
     KEY_BASE_LIMIT,
     PATCHES,
     RegisterBlocks,
+    slot_words,
 )
 
 C3 = 0x44444444
@@ -44,15 +47,23 @@ def register_pack_reference(
 def _pack_block(pair: torch.Tensor, row: int, number: int, blocks: RegisterBlocks) -> None:
     table = blocks.table.view(-1, blocks.table.shape[2])
     packed = _encode(pair, blocks) if blocks.packable else None
-    place = int(blocks.cursors[0])
-    if packed is None or place + len(packed[1]) > blocks.pool.numel():
+    own_pool = blocks.own_pool_words
+    if own_pool:
+        slot = int(table[row, number])
+        place = (slot + 1) * blocks.words.shape[1] - own_pool
+        room = place + own_pool
+    else:
+        slot = row * table.shape[1] + number
+        place, room = int(blocks.cursors[0]), blocks.pool.numel()
+    if packed is None or place + len(packed[1]) > room:
         slot = int(blocks.cursors[1])
-        if slot >= blocks.raw.shape[0]:
-            blocks.cursors[2] += 1
-            table[row, number] = 0
-            return
-        blocks.raw[slot] = pair
         blocks.cursors[1] += 1
+        if slot >= blocks.raw_room:
+            blocks.cursors[2] += 1
+            return
+        if blocks.raw_free is not None:
+            slot = int(blocks.raw_free[slot])
+        blocks.raw[slot] = pair
         table[row, number] = -1 - slot
         listed = blocks.raw_count.view(-1)
         blocks.raw_list.view(table.shape)[row, listed[row]] = number
@@ -64,10 +75,10 @@ def _pack_block(pair: torch.Tensor, row: int, number: int, blocks: RegisterBlock
     for tile, warps in enumerate(parts):
         for warp, (start, counts) in enumerate(warps):
             records[tile, warp] = torch.tensor([place + start, _signed(counts)])
-    slot = row * table.shape[1] + number
-    blocks.words[slot] = words
+    blocks.words[slot, : len(words)] = words
     blocks.pool[place : place + len(pool)] = torch.tensor(pool, dtype=torch.int32)
-    blocks.cursors[0] += len(pool)
+    if not own_pool:
+        blocks.cursors[0] += len(pool)
     table[row, number] = slot
 
 
@@ -91,7 +102,7 @@ def _encode(
     code = code.masked_fill(misfit, 15)
     kept = x & 0x807F
 
-    words = torch.zeros(blocks.words.shape[1], dtype=torch.int64)
+    words = torch.zeros(slot_words(D), dtype=torch.int64)
     pool: list[int] = []
     parts = []
     for tile in range(2):
@@ -162,16 +173,24 @@ def _list(halves: torch.Tensor) -> tuple[int, list[int]]:
     return len(positions) // 4, [_signed(word) for word in packed.tolist()]
 
 
-def register_unpack_reference(blocks: RegisterBlocks) -> tuple[torch.Tensor, torch.Tensor]:
+def register_unpack_reference(
+    blocks: RegisterBlocks,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    into: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`hf_kvcodecs.kernels.exponent_unpack.register_unpack`."""
-    batch, heads, capacity = blocks.table.shape
-    out = torch.empty(
-        (2, batch * heads, blocks.blocks, BLOCK_TOKENS, blocks.head_dim), dtype=torch.int16
-    )
-    for row, entries in enumerate(blocks.table.view(-1, capacity)[:, : blocks.blocks].tolist()):
-        for n, entry in enumerate(entries):
-            out[:, row, n] = blocks.raw[-1 - entry] if entry < 0 else _decode(blocks, entry)
-    keys, values = out.view(2, batch, heads, -1, blocks.head_dim).view(torch.bfloat16)
+    batch, heads, _ = blocks.table.shape
+    stop = blocks.blocks if stop is None else stop
+    shape = 2, batch, heads, (stop - start) * BLOCK_TOKENS, blocks.head_dim
+    out = torch.empty(shape, dtype=torch.bfloat16) if into is None else into
+    for b, head, n in itertools.product(range(batch), range(heads), range(stop - start)):
+        entry = int(blocks.table[b, head, start + n])
+        block = blocks.raw[-1 - entry] if entry < 0 else _decode(blocks, entry)
+        part = slice(n * BLOCK_TOKENS, (n + 1) * BLOCK_TOKENS)
+        out[:, b, head, part] = block.view(torch.bfloat16)
+    keys, values = out
     return keys, values
 
 
@@ -179,12 +198,16 @@ def _decode(blocks: RegisterBlocks, slot: int) -> torch.Tensor:
     D = blocks.head_dim
     G = D // 64
     words = blocks.words[slot].to(torch.int64) & 0xFFFFFFFF
-    pool = blocks.pool.to(torch.int64) & 0xFFFFFFFF
+    own = blocks.own_pool_words
+    size = blocks.words.shape[1]
+    first = (slot + 1) * size - own if own else 0
+    pool = blocks.pool[first : first + own] if own else blocks.pool
+    pool = pool.to(torch.int64) & 0xFFFFFFFF
     meta = words[22 * 256 * G :]
     factors = meta[16:][: D // 2]
     factors = torch.stack([factors & 0xFFFF, factors >> 16], -1).view(4, G, 4, 2, 2)
     key_base = ((factors.permute(1, 2, 3, 0, 4).reshape(1, D) >> 7) - 112).clamp(min=0)
-    value_base = _bytes(meta[16 + D // 2 :]).view(4, 8, G, 2).permute(2, 0, 3, 1)
+    value_base = _bytes(meta[16 + D // 2 :][: D // 4]).view(4, 8, G, 2).permute(2, 0, 3, 1)
     base = torch.stack([key_base, value_base.reshape(1, D)])
     code = torch.empty(2, BLOCK_TOKENS, D, dtype=torch.int64)
     kept = torch.empty_like(code)
@@ -194,6 +217,7 @@ def _decode(blocks: RegisterBlocks, slot: int) -> torch.Tensor:
         escapes = torch.empty(128, 2, G, dtype=torch.int64)
         for warp in range(4):
             start, counts = meta[8 * tile + 2 * warp :][:2].tolist()
+            start -= first
             key_patches, count = counts & 255, (counts & 255) + (counts >> 8 & 255)
             for k in range(count):
                 word, kind = int(pool[start + k]), int(k >= key_patches)

@@ -33,7 +33,7 @@ POINTERS = {
     "words_ptr": "*i32", "table_ptr": "*i32", "raw_list_ptr": "*i32", "raw_count_ptr": "*i32",
     "cursors_ptr": "*i32", "pool_ptr": "*i32", "bases_ptr": "*u8", "part_ptr": "*fp32",
     "stat_ptr": "*fp32", "sinks_ptr": "*bf16", "lost_ptr": "*i32", "starts_ptr": "*i32",
-    "state_ptr": "*i32",
+    "state_ptr": "*i32", "raw_free_ptr": "*i32",
     "after_ptr": "*i32", "scale": "fp32", "softcap": "fp32",
 }  # fmt: skip
 RAGGED = {"starts_ptr": "*i64", "counts_ptr": "*i64", "cursor_ptr": "*i64"}
@@ -74,7 +74,9 @@ def main() -> None:
     report = {}
     for head_dim in (64, 128, 256):
         layout = {"HEAD_DIM": head_dim, "D": head_dim, "SLOT": slot_words(head_dim), "PACKED": True}
-        compiled(_pack_kernel, layout, "*i16", target, num_warps=16)
+        for own_pool in (0, 7 * head_dim // 2):  # not paged, and paged
+            paged = {"OWN_POOL": own_pool, "SLOT": slot_words(head_dim) + own_pool}
+            compiled(_pack_kernel, layout | paged, "*i16", target, num_warps=16)
         compiled(_unpack_kernel, layout | {"PTX": True}, "*i16", target, num_warps=4)
         attention = layout | {
             "N": 16, "LENGTHS": False, "SEALED": False, "STARTS": False, "WINDOW": 0,

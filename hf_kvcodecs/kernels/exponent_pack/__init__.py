@@ -92,11 +92,12 @@ def register_pack(keys: torch.Tensor, values: torch.Tensor, blocks: RegisterBloc
     with on_device(keys.device):
         _pack_kernel[(batch * kv_heads, count)](
             keys.view(torch.int16), values.view(torch.int16), blocks.words, blocks.pool, blocks.raw,
-            blocks.table, blocks.raw_list, blocks.raw_count, blocks.cursors, bases, blocks.blocks,
-            capacity, blocks.pool.numel(), blocks.raw.shape[0], kv_heads,
+            blocks.table, blocks.raw_list, blocks.raw_count, blocks.cursors,
+            blocks.raw_list if blocks.raw_free is None else blocks.raw_free, bases, blocks.blocks,
+            capacity, blocks.pool.numel(), blocks.raw_room, kv_heads,
             *keys.stride()[:3], *values.stride()[:3],
             HEAD_DIM=blocks.head_dim,
             D=max(1 << (blocks.head_dim - 1).bit_length(), 64), SLOT=blocks.words.shape[1],
-            PACKED=blocks.packable, num_warps=16,
+            PACKED=blocks.packable, OWN_POOL=blocks.own_pool_words, num_warps=16,
         )  # fmt: skip
     blocks.blocks += count

@@ -151,12 +151,13 @@ def _store_patches(
 @triton.jit
 def seal_block(
     key, value, stride_kt, stride_vt, row, number, bases, words_ptr, pool_ptr, raw_ptr, table_ptr,
-    raw_list_ptr, raw_count_ptr, cursors_ptr, table_blocks, pool_words, raw_slots,
+    raw_list_ptr, raw_count_ptr, cursors_ptr, raw_free_ptr, table_blocks, pool_words, raw_slots,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, OWN_POOL: tl.constexpr,
 ):  # fmt: skip
     """The 128 tokens from ``key`` and ``value`` on (pointers to int16) into block ``number`` of
-    ``row``: into its slot, or kept raw. ``bases`` has room for ``2 D`` bytes. Needs 16 warps."""
+    ``row``: into its slot, or kept raw. ``bases`` has room for ``2 D`` bytes. Needs 16 warps.
+    ``OWN_POOL``: the table and ``raw_free`` say where, and a slot ends in a pool of its own."""
     GROUPS: tl.constexpr = D // 64
     CHUNK: tl.constexpr = 256 * GROUPS
     offs_d = tl.arange(0, D)
@@ -165,7 +166,10 @@ def seal_block(
     fits = False
     if PACKED:
         lane = tl.arange(0, 512)
-        slot = row.to(tl.int64) * table_blocks + number
+        if OWN_POOL:
+            slot = tl.load(entry_ptr).to(tl.int64)
+        else:
+            slot = row.to(tl.int64) * table_blocks + number
         words = words_ptr + slot * SLOT
         meta = words + 22 * CHUNK
         # ``bases``: in the channels' order, for this kernel alone.
@@ -209,10 +213,16 @@ def seal_block(
         size = tl.sum(sizes, 0)
         most = tl.max(tl.maximum(key_patches, value_patches), 0)
         fits = (most <= 255) & (tl.max(highest_key, 0) <= 142)
-        fits = fits & (SLOT * 4 + size * 4 < 512 * HEAD_DIM)
+        if OWN_POOL:
+            fits = fits & (size <= OWN_POOL)
+        else:
+            fits = fits & (SLOT * 4 + size * 4 < 512 * HEAD_DIM)
         if fits:
-            place = tl.atomic_add(cursors_ptr, size)
-            fits = place + size <= pool_words
+            if OWN_POOL:
+                place = (slot * SLOT + (SLOT - OWN_POOL)).to(tl.int32)
+            else:
+                place = tl.atomic_add(cursors_ptr, size)
+                fits = place + size <= pool_words
             if fits:
                 record = meta + 2 * tl.arange(0, 8)
                 tl.store(record, place + starts)
@@ -239,6 +249,8 @@ def seal_block(
     if not fits:
         raw_slot = tl.atomic_add(cursors_ptr + 1, 1)
         if raw_slot < raw_slots:
+            if OWN_POOL:
+                raw_slot = tl.load(raw_free_ptr + raw_slot)
             raw = raw_ptr + raw_slot.to(tl.int64) * (256 * HEAD_DIM)
             mask_d = (offs_d < HEAD_DIM)[None, :]
             into = raw + offs_t * HEAD_DIM + offs_d[None, :]
@@ -258,10 +270,10 @@ def seal_block(
 )
 def _pack_kernel(
     key_ptr, value_ptr, words_ptr, pool_ptr, raw_ptr, table_ptr, raw_list_ptr, raw_count_ptr,
-    cursors_ptr, bases_ptr, first_block, table_blocks, pool_words, raw_slots, kv_heads,
-    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    cursors_ptr, raw_free_ptr, bases_ptr, first_block, table_blocks, pool_words, raw_slots,
+    kv_heads, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, OWN_POOL: tl.constexpr,
 ):  # fmt: skip
     """Block ``program_id(1)`` of row ``program_id(0)``."""
     row = tl.program_id(0)
@@ -273,6 +285,6 @@ def _pack_kernel(
     bases = bases_ptr + (row.to(tl.int64) * tl.num_programs(1) + block) * (2 * D)
     seal_block(
         key, value, stride_kt, stride_vt, row, first_block + block, bases, words_ptr, pool_ptr,
-        raw_ptr, table_ptr, raw_list_ptr, raw_count_ptr, cursors_ptr, table_blocks, pool_words,
-        raw_slots, HEAD_DIM, D, SLOT, PACKED,
+        raw_ptr, table_ptr, raw_list_ptr, raw_count_ptr, cursors_ptr, raw_free_ptr, table_blocks,
+        pool_words, raw_slots, HEAD_DIM, D, SLOT, PACKED, OWN_POOL,
     )  # fmt: skip

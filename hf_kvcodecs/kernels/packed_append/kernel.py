@@ -50,8 +50,8 @@ def _append_kernel(
         seal_block(
             ring_k + first, ring_v + first, HEAD_DIM, HEAD_DIM, row, sealed,
             bases_ptr + row.to(tl.int64) * (2 * D), words_ptr, pool_ptr, raw_ptr, table_ptr,
-            raw_list_ptr, raw_count_ptr, cursors_ptr, table_blocks, pool_words, raw_slots,
-            HEAD_DIM, D, SLOT, True,
+            raw_list_ptr, raw_count_ptr, cursors_ptr, raw_list_ptr, table_blocks, pool_words,
+            raw_slots, HEAD_DIM, D, SLOT, True, 0,
         )  # fmt: skip
     sealed += full.to(tl.int32)
     tl.store(state_ptr + row, length)
