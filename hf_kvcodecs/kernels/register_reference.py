@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -178,20 +179,21 @@ def register_unpack_reference(
     start: int = 0,
     stop: int | None = None,
     *,
-    into: torch.Tensor | None = None,
+    into: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`hf_kvcodecs.kernels.exponent_unpack.register_unpack`."""
     batch, heads, _ = blocks.table.shape
     stop = blocks.blocks if stop is None else stop
     shape = 2, batch, heads, (stop - start) * BLOCK_TOKENS, blocks.head_dim
-    out = torch.empty(shape, dtype=torch.bfloat16) if into is None else into
+    if into is None:
+        into = torch.empty(shape, dtype=torch.bfloat16).unbind()
     for b, head, n in itertools.product(range(batch), range(heads), range(stop - start)):
         entry = int(blocks.table[b, head, start + n])
         block = blocks.raw[-1 - entry] if entry < 0 else _decode(blocks, entry)
         part = slice(n * BLOCK_TOKENS, (n + 1) * BLOCK_TOKENS)
-        out[:, b, head, part] = block.view(torch.bfloat16)
-    keys, values = out
-    return keys, values
+        for states, found in zip(into, block.view(torch.bfloat16), strict=True):
+            states[b, head, part] = found
+    return into[0], into[1]
 
 
 def _decode(blocks: RegisterBlocks, slot: int) -> torch.Tensor:
