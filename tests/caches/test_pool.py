@@ -28,7 +28,6 @@ from ..kernels.register_cases import adversarial, ordinary
 pytest.importorskip("triton", reason="needs Triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
-    pytest.mark.compat,
     pytest.mark.skipif(
         DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
         reason="TRITON_INTERPRET=1 runs these on a CPU",
@@ -225,6 +224,7 @@ def test_a_batch_is_admitted_with_its_prompt(references):
     check_accounts(shared, [both.cache, other])
 
 
+@pytest.mark.compat
 def test_growth_without_a_promise(references):
     shared = BlockPool(config(), tokens=4 * 128, rows=2, raw_share=1, device=DEVICE)
     both = Both(shared, None, 1)
@@ -424,6 +424,7 @@ def test_no_rows(references):
     assert (shared.free_blocks, shared.free_rows) == (4, 2)
 
 
+@pytest.mark.compat
 def test_copies_are_admitted_too(references):
     shared = BlockPool(config(2), tokens=7 * 128, rows=3, raw_share=0.5, device=DEVICE)
     first = Both(shared, 450, 4)
@@ -445,6 +446,7 @@ def test_copies_are_admitted_too(references):
     second.check()
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"num_return_sequences": 2}], ids=str)
 def test_generate(references, options):
     model = tiny_llama(
