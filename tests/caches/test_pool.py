@@ -19,18 +19,15 @@ from hf_kvcodecs.caches import fused, lazy_attention, pooled
 from hf_kvcodecs.caches.pool import Seat
 from hf_kvcodecs.caches.pooled import PooledPair, attend_together
 from hf_kvcodecs.kernels.packed_attention.reference import packed_attention_reference
-from hf_kvcodecs.kernels.register_reference import (
-    register_pack_reference,
-    register_unpack_reference,
-)
+from hf_kvcodecs.kernels.register_reference import register_pack_reference
 
 from ..harness import assert_same_bits, assert_same_contents, forward, generate, prompt, tiny_llama
+from ..kernels.references import references_for_kernels
 from ..kernels.register_cases import adversarial, ordinary
 
 pytest.importorskip("triton", reason="needs Triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
-    pytest.mark.compat,
     pytest.mark.skipif(
         DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
         reason="TRITON_INTERPRET=1 runs these on a CPU",
@@ -49,29 +46,14 @@ def fused_on_cpu(monkeypatch):
 def references(monkeypatch):
     """On a CPU: the kernels' plain-torch references, which are a hundred times faster there."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(fused, "kernels_fail", lambda *_: None)
-        for module in (fused, pooled):
-            monkeypatch.setattr(module, "register_pack", register_pack_reference)
-            monkeypatch.setattr(module, "register_unpack", register_unpack_reference)
-            monkeypatch.setattr(module, "packed_attention", attention_reference)
+        references_for_kernels(monkeypatch.setattr)
 
 
 @pytest.fixture
 def attention_kernel_alone(monkeypatch):
     """On a CPU the attention kernel is interpreted, and packing left to its reference."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(fused, "kernels_fail", lambda *_: None)
-        for module in (fused, pooled):
-            monkeypatch.setattr(module, "register_pack", register_pack_reference)
-            monkeypatch.setattr(module, "register_unpack", register_unpack_reference)
-
-
-def attention_reference(q, blocks, tail_keys, tail_values, *, scale=None, starts=None):
-    sealed = register_unpack_reference(blocks)
-    tails = tail_keys, tail_values
-    states = (torch.cat(parts, 2) for parts in zip(sealed, tails, strict=True))
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    return packed_attention_reference(q, *states, scale=scale, starts=starts).bfloat16()
+        references_for_kernels(monkeypatch.setattr, attention=False)
 
 
 def config(layers: int = 2, heads: int = 1, **changes) -> LlamaConfig:
@@ -242,6 +224,7 @@ def test_a_batch_is_admitted_with_its_prompt(references):
     check_accounts(shared, [both.cache, other])
 
 
+@pytest.mark.compat
 def test_growth_without_a_promise(references):
     shared = BlockPool(config(), tokens=4 * 128, rows=2, raw_share=1, device=DEVICE)
     both = Both(shared, None, 1)
@@ -441,6 +424,7 @@ def test_no_rows(references):
     assert (shared.free_blocks, shared.free_rows) == (4, 2)
 
 
+@pytest.mark.compat
 def test_copies_are_admitted_too(references):
     shared = BlockPool(config(2), tokens=7 * 128, rows=3, raw_share=0.5, device=DEVICE)
     first = Both(shared, 450, 4)
@@ -462,6 +446,7 @@ def test_copies_are_admitted_too(references):
     second.check()
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"num_return_sequences": 2}], ids=str)
 def test_generate(references, options):
     model = tiny_llama(
