@@ -58,6 +58,7 @@ class GAACCache(NeedsConfigForOtherLayers, DynamicCache):
         offload: "cpu" keeps packed blocks in (pinned) host memory and copies a layer to the GPU
             while the one before is computed; two layers' blocks and the dense tails take memory
             there. For contexts that do not fit otherwise: a step takes as long as the link needs.
+            Not with ``max_tokens``.
         max_tokens: a fixed capacity, for decoding under CUDA graphs: ``generate`` compiles the
             model by itself then, as it does for ``StaticCache``. Needs ``config``, bf16, an NVIDIA
             GPU and sdpa attention; all memory is taken with the prompt. Where states cannot be kept

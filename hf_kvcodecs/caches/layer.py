@@ -55,6 +55,12 @@ class GAACOptions:
             raise ValueError(
                 f"max_tokens: expected None or a number of tokens, got {self.max_tokens!r}"
             )
+        if self.offload is not None:
+            raise ValueError(
+                f"max_tokens: offload={self.offload!r} beside it; captured graphs read blocks at "
+                "fixed places on the GPU, and offloaded ones have none. For contexts that do not "
+                "fit leave out max_tokens, for speed leave out offload"
+            )
         if replace(self, max_tokens=None) != GAACOptions():
             raise ValueError(
                 "max_tokens: expected the other options as they are by default, which is what the "

@@ -366,6 +366,8 @@ def test_options():
     for other in ({"kv_dtype": "fp8_e4m3"}, {"block_tokens": 64}, {"backend": "torch"}):
         with pytest.raises(ValueError, match="as they are by default"):
             GAACCache(config, max_tokens=100, **other)
+    with pytest.raises(ValueError, match="for speed leave out offload"):
+        GAACCache(config, max_tokens=100, offload="cpu")
     with pytest.raises(ValueError, match="16 query heads"):
         GAACCache(
             tiny_llama(hidden_size=68, num_attention_heads=17, num_key_value_heads=1).config,
