@@ -14,12 +14,14 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..caches.chunk_reuse import ChunkReuseCache
 from ..caches.compat import CACHE_ARGUMENT, generate_arguments
 from ..caches.speculative import SpeculativeKVCache
 from ..caches.speculative_report import DraftVerifyReport
 from .assistant import AssistantProposer
 from .inputs import RowInputs
 from .row import RowDecoder
+from .verified_reuse import VerifiedReuse
 
 
 def draft_verify(
@@ -43,6 +45,9 @@ def draft_verify(
     ``assistant_model=`` make proposals to the draft face. Rows of a batch are decoded
     one after the other.
 
+    With a :class:`ChunkReuseCache` made with ``verify=True`` one draft is made on moved text
+    instead, before the exact prefill: see :class:`VerifiedReuse`.
+
     Raises:
         ValueError: another cache, an encoder-decoder model, beams, or outputs that are not kept
             (attentions, hidden states).
@@ -50,9 +55,20 @@ def draft_verify(
     assert generation_config is not None
     cache = model_kwargs.get(CACHE_ARGUMENT)
     _check(model, cache, generation_config)
-    assert isinstance(cache, SpeculativeKVCache)
     given = generate_arguments("streamer", "assistant_model")
     streamer = streamer or given["streamer"]
+    if isinstance(cache, ChunkReuseCache):
+        _check_no_proposals(given["assistant_model"], generation_config)
+        return VerifiedReuse(
+            model,
+            cache,
+            model_kwargs,
+            generation_config,
+            LogitsProcessorList() if logits_processor is None else logits_processor,
+            StoppingCriteriaList() if stopping_criteria is None else stopping_criteria,
+            streamer,
+        ).run(input_ids)
+    assert isinstance(cache, SpeculativeKVCache)
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(
             f"streamer: expected one row, got {input_ids.shape[0]}: rows are decoded one after the "
@@ -88,7 +104,11 @@ class _Options:
 
 
 def _check(model: Any, cache: Any, config: GenerationConfig) -> None:
-    if not isinstance(cache, SpeculativeKVCache):
+    if isinstance(cache, ChunkReuseCache) and not cache.verify:
+        raise ValueError(
+            "draft_verify: expected ChunkReuseCache(..., verify=True), got one with verify=False"
+        )
+    if not isinstance(cache, SpeculativeKVCache | ChunkReuseCache):
         raise ValueError(
             f"draft_verify: expected a SpeculativeKVCache, got {type(cache).__name__}; pass "
             f"generate({CACHE_ARGUMENT}=SpeculativeKVCache(), custom_generate=draft_verify)"
@@ -100,6 +120,14 @@ def _check(model: Any, cache: Any, config: GenerationConfig) -> None:
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             raise ValueError(f"{name}: not kept under draft_verify; leave it out")
+
+
+def _check_no_proposals(assistant_model: Any, config: GenerationConfig) -> None:
+    if assistant_model is not None or config.prompt_lookup_num_tokens is not None:
+        raise ValueError(
+            "assistant_model, prompt_lookup_num_tokens: nothing to propose to under "
+            "ChunkReuseCache(verify=True), which drafts once and then decodes plainly; leave out"
+        )
 
 
 def _decode(

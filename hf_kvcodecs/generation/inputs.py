@@ -65,3 +65,46 @@ class RowInputs:
         options = self.options | inputs | {CACHE_ARGUMENT: self.cache}
         logits: torch.Tensor = self.model(**options).logits
         return logits[:, -keep:]
+
+
+class BatchInputs:
+    """Calls the model on new tokens of all rows of a batch, behind a prompt that the cache holds.
+
+    Args:
+        model: the model.
+        cache: its cache.
+        model_kwargs: what ``generate`` prepared for the prompt's forward; ``attention_mask``
+            ``[batch, prompt]``, ``position_ids`` ``[batch or 1, prompt]`` or nothing.
+        ids: the prompt ``[batch, prompt]``.
+    """
+
+    def __init__(
+        self, model: Any, cache: Any, model_kwargs: dict[str, Any], ids: torch.Tensor
+    ) -> None:
+        self.model, self.cache = model, cache
+        self.mask: torch.Tensor | None = model_kwargs.get("attention_mask")
+        shift = ids.new_zeros(len(ids), 1)  # position = column + shift
+        if self.mask is not None:
+            shift = -(self.mask == 0).sum(1, keepdim=True)
+        positions = model_kwargs.get("position_ids")
+        if positions is not None:
+            shift = positions[:, -1:] + 1 - ids.shape[1]
+        self.shift = shift
+        self.options = {k: v for k, v in model_kwargs.items() if k not in _NOT_FORWARDED}
+
+    def forward(self, ids: torch.Tensor, start: int) -> torch.Tensor:
+        """Logits ``[batch, new, vocab]`` of the tokens ``ids`` ``[batch, new]``, the first of which
+        stands in column ``start``."""
+        columns = torch.arange(start, start + ids.shape[1], device=ids.device)
+        inputs = self.options | {
+            "input_ids": ids,
+            "position_ids": (columns + self.shift).expand(len(ids), -1),
+            "use_cache": True,
+            "return_dict": True,
+            CACHE_ARGUMENT: self.cache,
+        }
+        if self.mask is not None:
+            new = self.mask.new_ones(len(ids), start + ids.shape[1] - self.mask.shape[1])
+            inputs["attention_mask"] = torch.cat([self.mask, new], dim=1)
+        logits: torch.Tensor = self.model(**inputs).logits
+        return logits

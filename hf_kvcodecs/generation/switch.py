@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, TypeVar
 
+from ..caches.chunk_reuse import ChunkReuseCache
 from ..caches.speculative import SpeculativeKVCache
 from .draft_verify import draft_verify
 
@@ -14,7 +15,8 @@ _MARK = "_hf_kvcodecs_original"
 
 def enable(model: Model) -> Model:
     """Makes ``model.generate`` use :func:`draft_verify` when it is given a
-    :class:`SpeculativeKVCache` and no ``custom_generate``; returns the model.
+    :class:`SpeculativeKVCache`, or a :class:`ChunkReuseCache` with ``verify=True``, and no
+    ``custom_generate``; returns the model.
 
     Only this object's ``generate`` is replaced; :func:`disable` gives it back.
     """
@@ -25,7 +27,9 @@ def enable(model: Model) -> Model:
     @functools.wraps(generate)
     def choosing(*args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        if isinstance(cache, SpeculativeKVCache) and kwargs.get("custom_generate") is None:
+        verifies = isinstance(cache, ChunkReuseCache) and cache.verify
+        wanted = verifies or isinstance(cache, SpeculativeKVCache)
+        if wanted and kwargs.get("custom_generate") is None:
             kwargs["custom_generate"] = draft_verify
         return generate(*args, **kwargs)
 

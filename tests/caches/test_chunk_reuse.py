@@ -417,8 +417,6 @@ def test_misuse_is_refused(tiny_models):
         model(text(30), **{CACHE_ARGUMENT: cache})
     with pytest.raises(CacheMisuseError, match="use_cache=False"):
         last_logits(model, text(30), cache, use_cache=False)
-    with pytest.raises(ValueError, match="not built yet"):
-        ChunkReuseCache(model, ChunkStore(), verify=True)
     with pytest.raises(ValueError, match="repair: expected one of"):
         ChunkReuseCache(model, ChunkStore(), repair="glue")
     with pytest.raises(ValueError, match="recompute_ratio: expected 0 to 1"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import sys
 from pathlib import Path
 
@@ -9,9 +11,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_kvcodecs import SpeculativeKVCache, draft_verify
+from hf_kvcodecs import ChunkReuseCache, ChunkStore, SpeculativeKVCache, draft_verify
 
-from ..harness import generate
+from ..harness import forward, generate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import texts
@@ -88,3 +90,28 @@ def test_bf16_parts_only_where_two_logits_are_within_rounding(smollm2):
         logits = plain.logits[int(differing[0]) - ids.shape[1]][0].float()
         best = logits.topk(2).values
         assert best[0] - best[1] <= 2 * best[0].abs() * 2**-8
+
+
+def test_verified_reuse_of_a_moved_document(smollm2):
+    """Most early tokens hold, and the text is that of full prefill, bit for bit in its prompt."""
+    model, tokenizer = smollm2(torch.float32)
+    document = tokenizer(inspect.getsource(argparse)[20_000:22_500], return_tensors="pt").input_ids
+    first, second, question = (
+        tokenizer(text, return_tensors="pt").input_ids
+        for text in ("# A file.\n", "Here is a listing of a Python file.\n", "\n# In short, this")
+    )
+    store = ChunkStore()
+    seen = torch.cat([first, document, question], 1)
+    forward(model, seen, ChunkReuseCache(model, store), logits_to_keep=1)
+    ids = torch.cat([second, document, question], 1)
+    kept = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20}
+    plain = generate(model, ids, DynamicCache(), **kept)
+    early: list[torch.Tensor] = []
+    cache = ChunkReuseCache(model, store, verify=True, on_provisional=early.append)
+    out = generate(model, ids, cache, custom_generate=draft_verify, **kept)
+    assert torch.equal(out, plain)
+    report = cache.report()
+    assert report.moved_tokens > 400
+    assert report.provisional_tokens == early[-1].shape[1] == 16
+    assert report.accepted_tokens > 4
+    assert report.provisional_seconds < report.verified_seconds

@@ -13,7 +13,8 @@ import torch
 from transformers.cache_utils import Cache
 
 from ...errors import CacheMisuseError
-from ...store import ChunkStore
+from ...store import Chunk, ChunkStore
+from ...store.chunk import KV
 from ..compat import notice_once
 from .assembly import Assembly, Flags, RowMatch, assemble, find
 from .ends import ends_of, vocabulary_ends
@@ -25,6 +26,7 @@ from .repair import REPAIRS, deviating_rows, probe, selected_rows
 from .report import ReuseReport
 from .rows import layout
 from .support import check_attention, check_model, inner_model
+from .verified import OnProvisional, check_options, nothing_known, without_decoder
 from .warm import warm
 from .writing import RowText, append_ids, slice_states
 
@@ -45,7 +47,13 @@ class ChunkReuseCache(Cache):
             gather attention, "cacheblend" also the rows that deviate most in a probe of the lowest
             layers, "none" nothing. "exact" uses no moved text at all, only beginnings.
         recompute_ratio: the share of moved tokens that "cacheblend" recomputes, 0 to 1.
-        verify: reserved for a later release.
+        verify: text is moved for drafts only, which :func:`draft_verify` checks against the exact
+            prefill: the result is that of ``repair="exact"``. Without that decoder it is computed
+            so at once.
+        draft_length: with ``verify``, provisional tokens per row at most.
+        on_provisional: with ``verify``, called behind each provisional token with all of them so
+            far, int64 ``[batch, drafted]`` on the model's device. They may be wrong, and are never
+            in a result; rows that have ended are padded.
         tokenizer: where paragraphs end; None takes the one beside the model's weights.
 
     Raises:
@@ -62,10 +70,11 @@ class ChunkReuseCache(Cache):
         repair: str = "selective",
         recompute_ratio: float = 0.15,
         verify: bool = False,
+        draft_length: int = 16,
+        on_provisional: OnProvisional | None = None,
         tokenizer: Any = None,
     ) -> None:
-        if verify:
-            raise ValueError("verify=True is not built yet in this release; leave it at False")
+        check_options(verify, draft_length, on_provisional)
         if repair not in REPAIRS:
             raise ValueError(f"repair: expected one of {', '.join(REPAIRS)}, got {repair!r}")
         if not 0 <= recompute_ratio <= 1:
@@ -76,6 +85,9 @@ class ChunkReuseCache(Cache):
         self.repair, self.recompute_ratio = repair, recompute_ratio
         self.rotation = check_model(self.model)
         self._moves = repair != "exact"
+        self.verify, self.draft_length, self.on_provisional = verify, draft_length, on_provisional
+        self.decoding = False  # by the decoder that verifies
+        self.drafting = False  # it verifies what comes now
         self._ends = vocabulary_ends(self.model, tokenizer)
         super().__init__(layers=[ScatterLayer() for _ in self.rotation.layers])
         self._forget()
@@ -87,6 +99,7 @@ class ChunkReuseCache(Cache):
         self._texts: list[RowText] | None = None  # None: nothing may be written
         self._prompt: tuple[Prompt, list[RowMatch]] | None = None  # in the first forward call
         self._running = self._generating = False
+        self.unverified = False  # holds moved text that only a draft may be made of
         self._began = 0.0
         self._report = ReuseReport()
 
@@ -117,6 +130,8 @@ class ChunkReuseCache(Cache):
         check_attention(self.model)
 
     def _first_forward(self, kwargs: dict[str, Any], *, last_logits_only: bool) -> dict[str, Any]:
+        if self.verify and not self.decoding:
+            without_decoder()
         prompt = read_prompt(kwargs, last_logits_only=last_logits_only)
         self._identity = model_identity(self.model)
         space = self._space = self.store.space(self._identity)
@@ -124,7 +139,7 @@ class ChunkReuseCache(Cache):
             RowText.begin(space.salt, ids, pad, position)
             for ids, pad, position in zip(prompt.rows, prompt.pads, prompt.positions, strict=True)
         ]
-        rows, loaded = find(prompt, space, moves=self._moves)
+        rows, loaded = self._find(prompt)
         self._prompt = prompt, rows
         total = sum(row.tokens for row in rows)
         self._report = ReuseReport(total_tokens=total)
@@ -136,7 +151,16 @@ class ChunkReuseCache(Cache):
         wanted = self._wanted(prompt, made, ids)
         repaired = time.perf_counter()
         self._count(made, wanted, looked_up - self._began, repaired - looked_up)
+        if self.verify and self._report.moved_tokens:
+            self.unverified, self._texts = True, None
         return self._arguments(kwargs, prompt, made, wanted)
+
+    def _find(self, prompt: Prompt) -> tuple[list[RowMatch], dict[Chunk, KV]]:
+        if self.drafting or not self.verify:
+            return find(prompt, self._space, moves=self._moves)
+        if not self.store.exact:
+            return nothing_known(prompt), {}
+        return find(prompt, self._space, moves=False)
 
     def _wanted(self, prompt: Prompt, made: Assembly, ids: torch.Tensor) -> list[Flags]:
         """For each row which tokens run through the model."""
