@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -268,6 +269,26 @@ def test_a_cache_may_die_while_its_thread_holds_the_lock():
     assert not thread.is_alive()
     ChunkReuseCache(model, ChunkStore())  # whoever comes next takes leave of it
     assert not model._forward_pre_hooks
+
+
+def test_a_cache_collected_inside_an_operation_of_its_store_writes_behind_it(tiny_models):
+    model, store = tiny_models[torch.float32], ChunkStore()
+    reply = generate(model, text(40), cache := ChunkReuseCache(model, store))
+    cache.itself = cache  # lives until the garbage collector comes by
+    del cache
+    stored = store.stats().stored
+    with store.lock:
+        gc.collect()
+        assert store.stats().stored == stored
+    assert store.stats().stored > stored
+    assert exact_tokens(model, torch.cat([reply, prompt(3)], 1), store) == 79
+
+
+def test_a_miss_takes_time_too(tiny_models):
+    cache = ChunkReuseCache(tiny_models[torch.float32], ChunkStore())
+    last_logits(tiny_models[torch.float32], text(100), cache)
+    report = cache.report()
+    assert 0 < report.lookup_seconds < report.prefill_seconds
 
 
 def test_layers_on_several_devices_are_refused():

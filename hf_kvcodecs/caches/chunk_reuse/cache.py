@@ -134,7 +134,8 @@ class ChunkReuseCache(Cache):
         rows, loaded = find(prompt, space, moves=self._moves)
         self._prompt = prompt, rows
         total = sum(row.tokens for row in rows)
-        self._report = ReuseReport(total_tokens=total)
+        seconds = time.perf_counter() - self._began
+        self._report = ReuseReport(total_tokens=total, lookup_seconds=seconds)
         if not loaded:
             return kwargs
         ids = kwargs["input_ids"]
@@ -399,7 +400,7 @@ class ChunkReuseCache(Cache):
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and getattr(self, "_texts", None):
-            self.flush()
+            self.store.lock.soon(self.flush)
 
     def __repr__(self) -> str:
         return (
