@@ -27,6 +27,11 @@ def space_salt(identity: str, namespace: str) -> bytes:
     return digest.digest()
 
 
+def namespace_name(namespace: str) -> str:
+    """What the names of all spaces of a namespace begin with: 16 hex digits."""
+    return hashlib.sha256(b"hf_kvcodecs namespace 1" + namespace.encode()).hexdigest()[:16]
+
+
 def root_key(salt: bytes, position: int) -> bytes:
     """The parent of a text's first chunk, whose first token has this position."""
     return _keyed(salt, b"root", position.to_bytes(8, "little", signed=True))

@@ -35,6 +35,7 @@ class ChunkSpace:
     salt: bytes
     index: ChunkIndex = field(init=False)
     _refreshed: float = -REFRESH_SECONDS
+    _passed_over: set[str] = field(default_factory=set)  # files of newer releases
 
     def __post_init__(self) -> None:
         self.index = ChunkIndex(self.salt)
@@ -55,13 +56,37 @@ class ChunkSpace:
             packed = entry.packed if entry and entry.chunk.same_text(chunk) else None
             store.touch(key)
         packed = packed or self._fetch(chunk)
+        kv = None if packed is None else self._unpacked(chunk, packed)
         with store.lock:
-            if packed is not None:
+            if kv is not None:
                 store.counts.loads += 1
-                return unpack(*packed)
+                return kv
             store.counts.misses += 1
             self.index.remove(chunk.chain)
         return None
+
+    def _unpacked(self, chunk: Chunk, packed: Packed) -> KV | None:
+        """Keys and values of ``chunk``; None, and gone from every tier, if they make no sense."""
+        try:
+            keys, values = unpack(*packed)
+            if not keys.shape[:3] == values.shape[:3] == (*keys.shape[:2], chunk.tokens):
+                raise CorruptDataError("keys and values are not those of its tokens")
+        except UnsupportedLayoutError as error:  # another release's: left alone
+            LOG.warning("A chunk was passed over: %s", error)
+        except CorruptDataError as error:
+            self._damaged(chunk.chain.hex(), self.store.tiers, error)
+        else:
+            return keys, values
+        with self.store.lock:
+            self.store.drop((self.name, chunk.chain))
+        return None
+
+    def _damaged(self, name: str, tiers: Iterable[Tier], error: Exception) -> None:
+        LOG.warning("A damaged chunk was removed: %s", error)
+        with self.store.lock:
+            self.store.counts.damaged += 1
+        for tier in tiers:
+            self.store.attempt(tier, partial(tier.remove, self.name, name), None)
 
     def put(self, chunks: Iterable[tuple[Chunk, Callable[[], KV]]]) -> int:
         """Adds chunks of one text in order, each with a function that gives its keys and values
@@ -79,17 +104,24 @@ class ChunkSpace:
             keys, values = states()
             packed = pack((self._placed(keys), self._placed(values)), store.codec)
             norm = _norm_per_token(keys, values)
-            new += chunk.tokens
-            if store.tiers and not known:
-                data = to_bytes(chunk, packed)
-                for tier in store.tiers:
-                    write = partial(tier.write, self.name, chunk.chain.hex(), data)
-                    store.attempt(write, None)
+            written = False if known else self._write(chunk, packed)
             with store.lock:
-                if store.admit(self, chunk, packed, norm) or store.tiers:
+                if store.admit(self, chunk, packed, norm) or written:
                     self.index.add(chunk)
                     store.counts.stored += 1
+                    new += 0 if known else chunk.tokens
         return new
+
+    def _write(self, chunk: Chunk, packed: Packed) -> bool:
+        """Gives a chunk to every tier; whether one of them has it now."""
+        data = to_bytes(chunk, packed) if self.store.tiers else b""
+
+        def write(tier: Tier) -> bool:
+            tier.write(self.name, chunk.chain.hex(), data)
+            return True
+
+        written = [self.store.attempt(t, partial(write, t), False) for t in self.store.tiers]
+        return any(written)
 
     def pin(self, chunks: Iterable[Chunk], pinned: bool = True) -> None:
         """Keeps ``chunks`` from eviction, or no longer."""
@@ -118,13 +150,13 @@ class ChunkSpace:
                 chain = _chain_of(name)
                 with store.lock:
                     new = chain is not None and chain not in self.index.chunks
-                if new:
+                if new and name not in self._passed_over:
                     self.read(tier, name, only_head=True)
 
     def names(self, tier: Tier) -> set[str]:
         """What a tier has of this space; nothing if it fails."""
         nothing: set[str] = set()
-        return self.store.attempt(partial(tier.names, self.name), nothing)
+        return self.store.attempt(tier, partial(tier.names, self.name), nothing)
 
     def read(
         self, tier: Tier, name: str, only_head: bool = False, wanted: Chunk | None = None
@@ -140,18 +172,17 @@ class ChunkSpace:
             if only_head:
                 chunk = self._read_head(tier, name, chain)
             else:
-                data = store.attempt(lambda: tier.read(self.name, name), None)
+                data = store.attempt(tier, lambda: tier.read(self.name, name), None)
                 if data is None:
                     return None
                 chunk, packed = from_bytes(self.salt, chain, data)
         except CorruptDataError as error:
-            LOG.warning("A damaged chunk was removed: %s", error)
-            with store.lock:
-                store.counts.damaged += 1
-            store.attempt(lambda: tier.remove(self.name, name), None)
+            self._damaged(name, [tier], error)
             return None
         except UnsupportedLayoutError as error:  # another release's: left alone
-            LOG.warning("A chunk was passed over: %s", error)
+            if name not in self._passed_over:
+                LOG.warning("A chunk was passed over: %s", error)
+            self._passed_over.add(name)
             return None
         if chunk is not None:
             with store.lock:
@@ -161,10 +192,10 @@ class ChunkSpace:
         return packed
 
     def _read_head(self, tier: Tier, name: str, chain: bytes) -> Chunk | None:
-        head = self.store.attempt(lambda: tier.head(self.name, name, HEAD_BYTES), None)
+        head = self.store.attempt(tier, lambda: tier.head(self.name, name, HEAD_BYTES), None)
         if head is not None and HEAD_BYTES <= len(head) < head_bytes(head) < 2**30:
             wanted = head_bytes(head)
-            head = self.store.attempt(lambda: tier.head(self.name, name, wanted), None)
+            head = self.store.attempt(tier, lambda: tier.head(self.name, name, wanted), None)
         return None if head is None else read_chunk(self.salt, chain, head)
 
     def _fetch(self, chunk: Chunk) -> Packed | None:

@@ -6,23 +6,26 @@ import logging
 import math
 import os
 import re
-import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from .chunk import Chunk
 from .chunkers import Chunker, make_chunker
-from .hashing import space_salt
+from .hashing import namespace_name, space_salt
 from .index import ChunkIndex
+from .lock import StoreLock
 from .packing import Packed, check_codec, packed_bytes
 from .space import ChunkSpace
 from .tiers import DiskTier, Tier, remote_tier
 
 LOG = logging.getLogger("hf_kvcodecs.store")
 T = TypeVar("T")
+REST_FACTOR = 10.0  # a failing tier takes at most a tenth of the time
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 
@@ -132,13 +135,15 @@ class ChunkStore:
         bound = None if disk_bytes is None else parse_bytes(disk_bytes)
         self.tiers: list[Tier] = [DiskTier(disk, bound)] if disk is not None else []
         self.tiers += [remote_tier(remote)] if remote is not None else []
-        self.lock = threading.RLock()
+        self.lock = StoreLock()
         self.counts = _Counts()
         self._spaces: dict[str, ChunkSpace] = {}
         self._held: dict[tuple[str, bytes], _Held] = {}
         self._pinned: set[tuple[str, bytes]] = set()
         self._nbytes = self._tick = 0
         self._mean_norm = 0.0
+        self._rests_until: dict[int, float] = {}  # by tier
+        self._told: set[tuple[int, type]] = set()  # one notice for each kind of failure
 
     @property
     def exact(self) -> bool:
@@ -149,7 +154,7 @@ class ChunkStore:
         """The chunks of one model: ``identity`` is anything that tells models apart."""
         # How numbers are kept decides what they are when they come back.
         salt = space_salt(f"{identity}|{'exact' if self.exact else self.codec}", self.namespace)
-        name = salt.hex()[:32]
+        name = namespace_name(self.namespace) + salt.hex()[:16]
         with self.lock:
             if name not in self._spaces:
                 self._spaces[name] = ChunkSpace(self, name, salt)
@@ -177,7 +182,8 @@ class ChunkStore:
         return self.counts.damaged - before
 
     def clear(self) -> None:
-        """Forgets every chunk, pinned ones too, in every tier."""
+        """Forgets every chunk of this namespace, pinned ones and other models' too, in every tier;
+        what other namespaces have there stays."""
         with self.lock:
             self._held.clear()
             self._pinned.clear()
@@ -185,15 +191,28 @@ class ChunkStore:
             for space in self._spaces.values():
                 space.index = ChunkIndex(space.salt)
         for tier in self.tiers:
-            self.attempt(tier.clear, None)
+            self.attempt(tier, partial(tier.clear, namespace_name(self.namespace)), None)
 
-    def attempt(self, action: Callable[[], T], otherwise: T) -> T:
-        """``action()``; a failing medium is counted and answered with ``otherwise``."""
+    def attempt(self, tier: Tier, action: Callable[[], T], otherwise: T) -> T:
+        """``action()`` of ``tier``; a failure is counted and answered with ``otherwise``, like
+        everything for ten times as long as the failure took: a server that does not answer costs no
+        timeout for every chunk."""
+        began = time.monotonic()
+        if began < self._rests_until.get(id(tier), began):
+            return otherwise
         try:
             return action()
-        except OSError as error:
-            self.counts.failures += 1
-            LOG.warning("A chunk store's disk or server failed; it is left out: %s", error)
+        except Exception as error:  # drivers of filesystems raise what they like
+            now = time.monotonic()
+            self._rests_until[id(tier)] = now + REST_FACTOR * (now - began)
+            with self.lock:
+                self.counts.failures += 1
+            kind = (id(tier), type(error))
+            LOG.log(
+                logging.DEBUG if kind in self._told else logging.WARNING,
+                "A chunk store's disk or server failed; what it has is missed: %r", error,
+            )  # fmt: skip
+            self._told.add(kind)
             return otherwise
 
     # What follows is for ChunkSpace, under the lock.

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ SUFFIX = ".safetensors"
 # What stores call their spaces and chunks: whatever else lies there is not theirs to remove.
 SPACE = re.compile("[0-9a-f]{32}")
 FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
+PARTIAL = re.compile(r"\.([0-9a-f]{64}\.\d+\.[0-9a-f]{8}|[a-z0-9_]{8}\.partial)")
+STALE_SECONDS = 3600.0  # a file this long in writing has lost its writer
 
 
 class TierError(OSError):
@@ -47,8 +50,8 @@ class Tier(Protocol):
         """Forgets a name; fine if there is none."""
         ...
 
-    def clear(self, space: str | None = None) -> None:
-        """Forgets every name of a space, or of all."""
+    def clear(self, spaces: str = "") -> None:
+        """Forgets every name of every space whose own name begins with ``spaces``."""
         ...
 
 
@@ -63,6 +66,7 @@ class DiskTier:
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
         self.folder, self.max_bytes = Path(folder), max_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
 
     def names(self, space: str) -> set[str]:
         return {file.name.removesuffix(SUFFIX) for file in self._files(space)}
@@ -101,18 +105,25 @@ class DiskTier:
     def remove(self, space: str, name: str) -> None:
         self._path(space, name).unlink(missing_ok=True)
 
-    def clear(self, space: str | None = None) -> None:
-        for file in list(self._files(space)):
+    def clear(self, spaces: str = "") -> None:
+        for file in list(self._files(spaces)):
             Path(file.path).unlink(missing_ok=True)
 
-    def _files(self, space: str | None = None) -> Iterator[os.DirEntry[str]]:
-        """The chunks of a space, or of all."""
-        for folder in [space] if space else os.listdir(self.folder):
-            if not SPACE.fullmatch(folder):
+    def _files(self, spaces: str = "", kind: re.Pattern[str] = FILE) -> Iterator[os.DirEntry[str]]:
+        """The chunks of every space whose name begins with ``spaces``."""
+        for folder in os.listdir(self.folder):
+            if not SPACE.fullmatch(folder) or not folder.startswith(spaces):
                 continue
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 with os.scandir(self.folder / folder) as entries:
-                    yield from (entry for entry in entries if FILE.fullmatch(entry.name))
+                    yield from (entry for entry in entries if kind.fullmatch(entry.name))
+
+    def _sweep(self) -> None:
+        """Removes what writers that were killed left behind."""
+        for file in list(self._files(kind=PARTIAL)):
+            with contextlib.suppress(OSError):
+                if time.time() - file.stat().st_mtime > STALE_SECONDS:
+                    os.unlink(file.path)
 
     def _path(self, space: str, name: str) -> Path:
         return self.folder / space / f"{name}{SUFFIX}"
@@ -149,6 +160,9 @@ class FsspecTier:
 
     def names(self, space: str) -> set[str]:
         files = self._listed(self._folder(space))
+        for name in files:
+            if PARTIAL.fullmatch(name):
+                self._sweep(f"{self._folder(space)}/{name}")
         return {name.removesuffix(SUFFIX) for name in files if FILE.fullmatch(name)}
 
     def head(self, space: str, name: str, count: int) -> bytes | None:
@@ -175,12 +189,19 @@ class FsspecTier:
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.rm_file(self._path(space, name))
 
-    def clear(self, space: str | None = None) -> None:
-        for folder in [space] if space else self._listed(self.root):
-            if SPACE.fullmatch(folder):
+    def clear(self, spaces: str = "") -> None:
+        for folder in self._listed(self.root):
+            if SPACE.fullmatch(folder) and folder.startswith(spaces):
                 for name in self._listed(self._folder(folder)):
                     if FILE.fullmatch(name):
                         self.remove(folder, name.removesuffix(SUFFIX))
+
+    def _sweep(self, path: str) -> None:
+        """Removes what a writer that was killed left behind, where the filesystem tells its age."""
+        with contextlib.suppress(FileNotFoundError, NotImplementedError):
+            written = self.filesystem.modified(path)
+            if time.time() - written.timestamp() > STALE_SECONDS:
+                self.filesystem.rm_file(path)
 
     def _listed(self, folder: str) -> list[str]:
         try:
@@ -209,10 +230,16 @@ class RedisTier:
     def __init__(self, url: str) -> None:
         try:
             import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
         except ImportError as error:
             raise ImportError(f"remote={url!r} needs redis-py: pip install redis") from error
         self._errors = redis.RedisError
-        self.client: Any = redis.Redis.from_url(url, socket_timeout=10, socket_connect_timeout=3)
+        # Once more at once, for a connection that the server has closed; a dead one is left alone.
+        retry = Retry(NoBackoff(), 1)
+        self.client: Any = redis.Redis.from_url(
+            url, socket_timeout=10, socket_connect_timeout=3, retry=retry
+        )
 
     def names(self, space: str) -> set[str]:
         return {name.decode() for name in self._do("smembers", self._set(space))}
@@ -232,10 +259,9 @@ class RedisTier:
         self._do("srem", self._set(space), name)
         self._do("delete", self._key(space, name))
 
-    def clear(self, space: str | None = None) -> None:
-        pattern = f"{self.PREFIX}:{space}*" if space else f"{self.PREFIX}:*"
+    def clear(self, spaces: str = "") -> None:
         try:
-            for key in self.client.scan_iter(pattern):
+            for key in self.client.scan_iter(f"{self.PREFIX}:{spaces}*"):
                 self.client.delete(key)
         except self._errors as error:
             raise TierError(f"Redis: {error}") from error

@@ -19,13 +19,13 @@ from ..compat import notice_once
 from .assembly import Assembly, Flags, RowMatch, assemble, find
 from .ends import ends_of, vocabulary_ends
 from .hooks import attach
-from .identity import model_identity
+from .identity import ModelState, model_identity, model_state
 from .layer import ScatterLayer
-from .prompt import NoReuse, Prompt, read_prompt
-from .repair import REPAIRS, deviating_rows, probe, selected_rows
+from .prompt import NoReuse, Prompt, read_on, read_prompt
+from .repair import PROBED_LAYER, REPAIRS, deviating_rows, probe, selected_rows
 from .report import ReuseReport
 from .rows import layout
-from .support import check_attention, check_model, inner_model
+from .support import check_attention, check_model, inner_model, rotation_now
 from .verified import OnProvisional, check_options, nothing_known, without_decoder
 from .warm import warm
 from .writing import RowText, append_ids, slice_states
@@ -96,6 +96,7 @@ class ChunkReuseCache(Cache):
     def _forget(self) -> None:
         self._space: Any = None
         self._identity = ""
+        self._state: ModelState | None = None
         self._texts: list[RowText] | None = None  # None: nothing may be written
         self._prompt: tuple[Prompt, list[RowMatch]] | None = None  # in the first forward call
         self._running = self._generating = False
@@ -132,8 +133,14 @@ class ChunkReuseCache(Cache):
     def _first_forward(self, kwargs: dict[str, Any], *, last_logits_only: bool) -> dict[str, Any]:
         if self.verify and not self.decoding:
             without_decoder()
-        prompt = read_prompt(kwargs, last_logits_only=last_logits_only)
-        self._identity = model_identity(self.model)
+        prompt = read_prompt(kwargs, self.model.config, last_logits_only=last_logits_only)
+        state = self._state = model_state(self.model)
+        if state.trains:
+            raise NoReuse("the model is in training mode, where dropout may be; call model.eval()")
+        if state.hooked:
+            raise NoReuse(f"hooks on its {state.hooked[0]} may change what the model computes")
+        self._identity = model_identity(self.model, state)
+        self.rotation = rotation_now(self.model, self._identity)
         space = self._space = self.store.space(self._identity)
         self._texts = [
             RowText.begin(space.salt, ids, pad, position)
@@ -142,7 +149,8 @@ class ChunkReuseCache(Cache):
         rows, loaded = self._find(prompt)
         self._prompt = prompt, rows
         total = sum(row.tokens for row in rows)
-        self._report = ReuseReport(total_tokens=total)
+        seconds = time.perf_counter() - self._began
+        self._report = ReuseReport(total_tokens=total, lookup_seconds=seconds)
         if not loaded:
             return kwargs
         ids = kwargs["input_ids"]
@@ -169,7 +177,7 @@ class ChunkReuseCache(Cache):
             return wanted
         for row, (flags, match) in enumerate(zip(wanted, made.rows, strict=True)):
             flags |= selected_rows(match, made.keys, row, prompt.pads[row])
-        if self.repair == "cacheblend" and self.recompute_ratio:
+        if self.repair == "cacheblend" and self.recompute_ratio and len(self.layers) > PROBED_LAYER:
             with torch.no_grad():
                 found = probe(self.model, prompt, made, ids, self._needs_float_mask)
             wanted = [
@@ -226,18 +234,34 @@ class ChunkReuseCache(Cache):
 
     def _read_on(self, kwargs: dict[str, Any], *, new_call: bool) -> None:
         """Notes the tokens of a later forward call."""
-        ids = kwargs.get("input_ids")
-        if self._texts is None:
+        texts, held = self._texts, self.get_seq_length()
+        if texts is None:
             return
-        if new_call:
-            self.flush()  # what the model computed so far; if it has changed since, nothing
-        if self._texts is None:
-            return
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != len(self._texts):
+        try:
+            pads, positions = [text.pad for text in texts], [text.position for text in texts]
+            if any(len(text.ids) != held - text.pad for text in texts):
+                raise NoReuse("its layers were changed by others")
+            rows = read_on(kwargs, held, pads, positions)
+        except NoReuse as reason:
+            self.flush()  # what was computed until here
+            notice_once(f"ChunkReuseCache does not store what follows: {reason}.")
             self._texts = None
             return
-        for text, new in zip(self._texts, ids.detach().cpu().numpy(), strict=True):
+        if not self._is_same_model(thorough=new_call or len(rows[0]) > 1):
+            self._texts = None  # whose the numbers since the last look are is unknown
+            return
+        if new_call:
+            self._write_reply()
+        for text, new in zip(texts, rows, strict=True):
             text.ids = append_ids(text.ids, new)
+
+    def _is_same_model(self, *, thorough: bool) -> bool:
+        """Whether the model is still the one that read the prompt; weights are looked at only if
+        ``thorough``, which takes as long as a small layer."""
+        state = model_state(self.model)
+        if state != self._state:
+            return False
+        return not thorough or model_identity(self.model, state) == self._identity
 
     def after_forward(self, finished: bool) -> None:
         """Called by the hook when the model is done, or has failed."""
@@ -265,18 +289,21 @@ class ChunkReuseCache(Cache):
     def flush(self) -> None:
         """Writes to the store what is not there yet: the reply so far. Happens by itself when the
         object is deleted."""
-        stored, length = 0, self.get_seq_length()
-        waiting = [
-            (row, text, held)
-            for row, text in enumerate(self._texts or ())
-            if (held := min(len(text.ids), length - text.pad)) > text.written
-        ]
-        if waiting and model_identity(self.model) != self._identity:
-            self._texts = None  # weights or adapters changed: whose numbers these are is unknown
+        length = self.get_seq_length()
+        if all(min(len(t.ids), length - t.pad) <= t.written for t in self._texts or ()):
             return
-        for row, text, held in waiting:
-            states = slice_states(self.layers, row, text.pad)
-            stored += text.write(self._space, states, ends_of(text.ids, self._ends), held)
+        if self._is_same_model(thorough=True):
+            self._write_reply()
+        else:  # weights or adapters changed: whose numbers these are is unknown
+            self._texts = None
+
+    def _write_reply(self) -> None:
+        stored, length = 0, self.get_seq_length()
+        for row, text in enumerate(self._texts or ()):
+            held = min(len(text.ids), length - text.pad)
+            if held > text.written:
+                states = slice_states(self.layers, row, text.pad)
+                stored += text.write(self._space, states, ends_of(text.ids, self._ends), held)
         self._report = replace(self._report, stored_tokens=self._report.stored_tokens + stored)
 
     def warm(
@@ -361,7 +388,7 @@ class ChunkReuseCache(Cache):
         """Drops the newest ``-tokens_to_remove`` tokens."""
         super().crop(tokens_to_remove)
         for text in self._texts or ():
-            text.ids = text.ids[: self.get_seq_length() - text.pad]
+            text.ids = text.ids[: max(self.get_seq_length() - text.pad, 0)]
             if text.written > len(text.ids):  # what was written goes on otherwise now
                 self._texts = None
                 break
@@ -397,7 +424,7 @@ class ChunkReuseCache(Cache):
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and getattr(self, "_texts", None):
-            self.flush()
+            self.store.lock.soon(self.flush)
 
     def __repr__(self) -> str:
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
+from collections import deque
 from typing import Any, Protocol
 
 from ...errors import CacheMisuseError
@@ -21,6 +22,9 @@ class Listener(Protocol):
 
 
 _lock = threading.Lock()
+# Of caches that died. That happens anywhere, also where this very thread holds the lock: so they
+# wait here for whoever has it.
+_departed: deque[weakref.ref[Any]] = deque()
 _attached: weakref.WeakKeyDictionary[Any, tuple[list[Any], int]] = weakref.WeakKeyDictionary()
 
 
@@ -35,20 +39,34 @@ def attach(cache: Any, model: Any) -> None:
             ]
         _attached[model] = handles, users + 1
     weakref.finalize(cache, _detach, weakref.ref(model)).atexit = False
+    _settle()
 
 
 def _detach(reference: weakref.ref[Any]) -> None:
-    model = reference()
+    _departed.append(reference)
+    _settle()
+
+
+def _settle() -> None:
+    """Takes leave of those that departed; of none while another call does, which looks again."""
+    while _departed and _lock.acquire(blocking=False):
+        try:
+            while _departed:
+                _leave(_departed.popleft()())
+        finally:
+            _lock.release()
+
+
+def _leave(model: Any) -> None:
     if model is None:
         return
-    with _lock:
-        handles, users = _attached[model]
-        if users == 1:
-            for handle in handles:
-                handle.remove()
-            del _attached[model]
-        else:
-            _attached[model] = handles, users - 1
+    handles, users = _attached[model]
+    if users == 1:
+        for handle in handles:
+            handle.remove()
+        del _attached[model]
+    else:
+        _attached[model] = handles, users - 1
 
 
 def _before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,20 +42,17 @@ class NoReuse(Exception):  # no error: the model runs as without a store
     """Why a call runs without a store."""
 
 
-def read_prompt(kwargs: Mapping[str, Any], *, last_logits_only: bool) -> Prompt:
-    """The prompt of a first forward call with the arguments ``kwargs``.
+def read_prompt(kwargs: Mapping[str, Any], config: Any, *, last_logits_only: bool) -> Prompt:
+    """The prompt of a first forward call with the arguments ``kwargs`` of a model with ``config``.
 
     Raises:
         NoReuse: something other than token ids decides the keys and values, or the caller wants
             more than the last logits.
     """
-    ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not ids.shape[1]:
-        raise NoReuse("the model is not fed token ids (inputs_embeds?)")
-    for name, value in kwargs.items():
-        if name not in KNOWN and isinstance(value, torch.Tensor | list | tuple):
-            raise NoReuse(f"the model is fed {name!r} too, so that token ids do not say it all")
-        if name in PER_TOKEN_OUTPUTS and value:
+    ids, mask = _ids(kwargs), kwargs.get("attention_mask")
+    for name in PER_TOKEN_OUTPUTS:
+        asked = kwargs.get(name)
+        if getattr(config, name, False) if asked is None else asked:
             raise NoReuse(f"{name} asks for outputs of every token")
     keep = kwargs.get("logits_to_keep", 0)
     if not isinstance(keep, int) or (keep < 1 and not last_logits_only):
@@ -72,6 +69,61 @@ def read_prompt(kwargs: Mapping[str, Any], *, last_logits_only: bool) -> Prompt:
         columns=ids.shape[1],
         keep=max(keep, 1),
     )
+
+
+def _ids(kwargs: Mapping[str, Any]) -> torch.Tensor:
+    ids = kwargs.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not ids.shape[1]:
+        raise NoReuse("the model is not fed token ids (inputs_embeds?)")
+    for name, value in kwargs.items():
+        if name not in KNOWN and isinstance(value, torch.Tensor | list | tuple):
+            raise NoReuse(f"the model is fed {name!r} too, so that token ids do not say it all")
+    return ids
+
+
+def read_on(
+    kwargs: Mapping[str, Any], held: int, pads: Sequence[int], positions: Sequence[int]
+) -> tuple[Ids, ...]:
+    """The tokens of a later forward call, row by row.
+
+    Args:
+        kwargs: the call's arguments.
+        held: columns that the cache holds.
+        pads: each row's columns of left padding.
+        positions: the position of each row's first token behind them.
+
+    Raises:
+        NoReuse: they do not follow what is held, or see it otherwise than it was seen so far.
+    """
+    ids, mask, given = _ids(kwargs), kwargs.get("attention_mask"), kwargs.get("position_ids")
+    (batch, new), columns = ids.shape, held + ids.shape[1]
+    before, first = np.array(pads), np.array(positions) + held - np.array(pads)
+    parts = [ids]
+    if batch != len(pads):
+        raise NoReuse("the batch has another number of rows than before")
+    if mask is not None:
+        if not (isinstance(mask, torch.Tensor) and mask.shape == (batch, columns)):
+            raise NoReuse("attention_mask is not one number for each token")
+        present = mask != 0  # two numbers of each row say it all
+        parts += [present.int().argmax(1, keepdim=True), present.sum(1, keepdim=True)]
+    if given is not None:
+        if not (isinstance(given, torch.Tensor) and given.dim() == 2):
+            raise NoReuse("position_ids has more than one number for each token")
+        parts.append(given.expand(ids.shape))
+    host = torch.cat([part.to(ids) for part in parts], 1).detach().cpu().numpy()  # one transfer
+    if mask is not None:
+        hidden = (host[:, new] != before) | (host[:, new + 1] != columns - before)
+    else:
+        hidden = before != 0
+    if hidden.any():
+        raise NoReuse("attention_mask hides other tokens than padding on the left")
+    if given is not None:
+        jumps = (host[:, -new:] != first[:, None] + np.arange(new)).any()
+    else:  # what models do then: columns are positions
+        jumps = (first != held).any()
+    if jumps:
+        raise NoReuse("position_ids do not go on from those so far one by one")
+    return tuple(host[:, :new])
 
 
 def _pads(mask: torch.Tensor) -> Ids:

@@ -83,12 +83,7 @@ def find_rotation(model: Any) -> Rotation:
     Raises:
         ValueError: no rotation does (learned positions, ALiBi, a kind of rope we do not know).
     """
-    frequencies = [
-        module.inv_freq.detach().float().cpu()
-        for module in model.modules()
-        if isinstance(getattr(module, "inv_freq", None), torch.Tensor)
-        and module.inv_freq.dim() == 1
-    ]
+    frequencies = frequencies_of(model)
     if not frequencies or any(not torch.equal(f, frequencies[0]) for f in frequencies):
         found = "several rotary embeddings" if frequencies else "no rotary embedding"
         raise ValueError(
@@ -104,6 +99,16 @@ def find_rotation(model: Any) -> Rotation:
                 "position (learned positions?), so that what was computed elsewhere is of no use"
             )
     return _explain(model, frequencies[0], positions, [keys for keys, _ in seen])
+
+
+def frequencies_of(model: Any) -> list[torch.Tensor]:
+    """The frequencies of each rotary embedding as they are now, float32 on the CPU."""
+    return [
+        module.inv_freq.detach().to("cpu", torch.float32, copy=True)
+        for module in model.modules()
+        if isinstance(getattr(module, "inv_freq", None), torch.Tensor)
+        and module.inv_freq.dim() == 1
+    ]
 
 
 def _explain(
@@ -147,6 +152,12 @@ def _single_token_states(model: Any, position: int) -> tuple[torch.Tensor, torch
         use_cache=True,
         **{CACHE_ARGUMENT: cache},
     )
+    devices = {str(layer.keys.device) for layer in cache.layers}
+    if len(devices) > 1:
+        raise ValueError(
+            f"ChunkReuseCache: the layers of {type(model).__name__} lie on several devices "
+            f"({', '.join(sorted(devices))}); it works on one"
+        )
     keys = [layer.keys.cpu() for layer in cache.layers]
     values = [layer.values.cpu() for layer in cache.layers]
     shapes = {(k.shape, v.shape, k.dtype, v.dtype) for k, v in zip(keys, values, strict=True)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,14 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..compat import CACHE_ARGUMENT
 from .layer import ScatterLayer
 from .prompt import Prompt
-from .rotation import Rotation, check_rope_types, find_rotation
+from .rotation import Rotation, check_rope_types, find_rotation, frequencies_of
 from .rows import layout
 
 ATTENTION = ("sdpa", "eager")  # those that take a mask of their caller's
 INSTEAD = "Use DynamicCache or GAACCache with this model"
 
 _checked: weakref.WeakKeyDictionary[Any, Rotation] = weakref.WeakKeyDictionary()
+_rotation_of: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # the identity
 
 
 def inner_model(model: Any) -> Any:
@@ -72,10 +75,26 @@ def check_model(model: Any) -> Rotation:
         )
     check_attention(model)
     check_rope_types(text_config)
-    rotation = find_rotation(model)
-    _try_out_of_order(model)
+    with _evaluating(model):
+        rotation = find_rotation(model)
+        _try_out_of_order(model)
     _checked[model] = rotation
     return rotation
+
+
+def rotation_now(model: Any, identity: str) -> Rotation:
+    """:func:`check_model`, once more where ``identity`` and the model's frequencies are no longer
+    those that were checked: another dtype rounds them, another config changes them.
+
+    Raises:
+        ValueError: text cannot be moved in the model as it is now.
+    """
+    if _rotation_of.get(model) != identity:
+        rotation = check_model(model)
+        if any(not torch.equal(f, rotation.inv_freq) for f in frequencies_of(model)):
+            del _checked[model]
+        _rotation_of[model] = identity
+    return check_model(model)
 
 
 def check_attention(model: Any) -> None:
@@ -88,6 +107,18 @@ def check_attention(model: Any) -> None:
         )
 
 
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """No dropout meanwhile; every module's mode comes back as it was."""
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
 @torch.no_grad()
 def _try_out_of_order(model: Any) -> None:
     """A text in two parts, the second one computed with the rows of the first already in place,
@@ -95,23 +126,18 @@ def _try_out_of_order(model: Any) -> None:
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(12, device=model.device) * 7 + 3)[None] % vocabulary
     plain: Any = DynamicCache(config=model.config)
-    was_training = model.training
-    model.eval()
-    try:
-        expected = model(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: plain}).logits[:, -1]
-        prompt = Prompt(rows=(ids[0].cpu().numpy(),), pads=(0,), positions=(0,), columns=12, keep=1)
-        wanted = np.arange(12) % 3 > 0
-        needs_float = model.config._attn_implementation != "sdpa"
-        plan = layout(prompt, [wanted], ids, needs_float, plain.layers[0].keys.dtype)
-        layers: list[Any] = [ScatterLayer() for _ in plain.layers]
-        for layer, source in zip(layers, plain.layers, strict=True):
-            keys, values = source.keys.clone(), source.values.clone()
-            keys[:, :, wanted], values[:, :, wanted] = 0, 0
-            layer.fill(keys, values, plan.columns, 0)
-        cache = Cache(layers=layers)
-        got = model(**plan.arguments(), use_cache=True, **{CACHE_ARGUMENT: cache}).logits[:, -1]
-    finally:
-        model.train(was_training)
+    expected = model(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: plain}).logits[:, -1]
+    prompt = Prompt(rows=(ids[0].cpu().numpy(),), pads=(0,), positions=(0,), columns=12, keep=1)
+    wanted = np.arange(12) % 3 > 0
+    needs_float = model.config._attn_implementation != "sdpa"
+    plan = layout(prompt, [wanted], ids, needs_float, plain.layers[0].keys.dtype)
+    layers: list[Any] = [ScatterLayer() for _ in plain.layers]
+    for layer, source in zip(layers, plain.layers, strict=True):
+        keys, values = source.keys.clone(), source.values.clone()
+        keys[:, :, wanted], values[:, :, wanted] = 0, 0
+        layer.fill(keys, values, plan.columns, 0)
+    cache = Cache(layers=layers)
+    got = model(**plan.arguments(), use_cache=True, **{CACHE_ARGUMENT: cache}).logits[:, -1]
     error = float((got - expected).float().abs().max())
     scale = float(expected.float().abs().max())
     if not error <= 64 * torch.finfo(got.dtype).eps * max(scale, 1e-3):
