@@ -356,7 +356,8 @@ class Lease:
             numbers = torch.tensor(self._blocks.numbers, dtype=torch.int32)
             heads = torch.arange(self.pool.kv_heads, dtype=torch.int32)[None, :, None]
             numbers = numbers.view(self.blocks, self.rows).t()[:, None]
-            self._slots = (numbers * self.pool.kv_heads + heads).to(self.pool.device)
+            slots = (numbers * self.pool.kv_heads + heads).contiguous()  # kernels know no strides
+            self._slots = slots.to(self.pool.device)
         return self._slots
 
 

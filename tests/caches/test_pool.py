@@ -399,6 +399,16 @@ def test_rows_exchanged_seal_into_places_of_their_own(references):
     assert (both.cache.layers[0].pair.blocks.table >= 0).any(1).sum() > 12  # packed ones too
 
 
+def test_kernels_find_the_blocks_of_every_row():
+    """Packed and unpacked by the kernels themselves."""
+    shared = BlockPool(config(1), tokens=6 * 128, rows=2, raw_share=1, device=DEVICE)
+    both = Both(shared, None, 0, rows=2)
+    both.add(200)
+    both.add(130)
+    both.check()
+    assert both.cache.layers[0].pair.sealed_blocks == 2
+
+
 def test_blocks_that_change_hands(references):
     """A cache that shrinks and grows to its old size may get other blocks than it had."""
     shared = BlockPool(config(1), tokens=5 * 128, rows=3, raw_share=1, device=DEVICE)

@@ -74,6 +74,9 @@ def register_pack(keys: torch.Tensor, values: torch.Tensor, blocks: RegisterBloc
             )
         if states.device != blocks.table.device:
             raise ValueError(f"{name}: on {states.device}, the blocks on {blocks.table.device}")
+    for name in ("words", "pool", "raw", "table", "raw_list", "raw_count"):
+        if not getattr(blocks, name).is_contiguous():
+            raise ValueError(f"blocks.{name}: expected contiguous memory, got other strides")
     count, rest = divmod(keys.shape[2], BLOCK_TOKENS)
     if rest or blocks.blocks + count > capacity:
         raise ValueError(
