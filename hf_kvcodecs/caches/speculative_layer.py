@@ -13,7 +13,7 @@ from ..compressors import Compressor, LayerStates, repetition_attention
 from ..errors import CacheMisuseError
 from ..store.full import FullStore
 from ..store.streaming import LayerStream, stream_for
-from .attention_view import SDPACall, WatchedStates, views
+from .attention_view import WatchedStates, views
 from .draft import DraftLayer, DraftStates, StaticStep
 from .split_attention import first_seen, split_attention
 
@@ -217,26 +217,24 @@ class SpeculativeLayer(CacheLayerMixin):
             self.fresh = key_states, value_states
         elif self.faces.repeating is None:
             self.draft = None  # it does not know these tokens
+            self.faces.starts.pop(self.index, None)  # perhaps of another text
         keys, values = self.stream.extend(self.index, key_states, value_states)
         new = key_states.shape[2]
         splits = new > 1 and self.device.type == "cuda" and self.faces.attention in WATCHABLE
         if not self.faces.watches and not splits:
             return keys, values
         watch = partial(self._watch, keys, values) if self.faces.watches else None
-        answer = self._answer if splits else None
+        look = self._first_seen if self.faces.verifying else first_seen
+        answer = partial(split_attention, look=look) if splits else None
         return views(WatchedStates(keys, values, new, watch, answer))
 
-    def _answer(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: SDPACall
-    ) -> torch.Tensor | None:
-        """:func:`split_attention`. A decoder's verifications have masks of one kind: the first one
+    def _first_seen(self, mask: torch.Tensor) -> int | None:
+        """:func:`first_seen`. The verifications of one text have masks of one kind: the first one
         is looked at, and the host runs ahead of the device in the others."""
-        if not self.faces.verifying or call.attn_mask is None:
-            return split_attention(query, keys, values, call)
-        if self.index not in self.faces.starts:
-            self.faces.starts[self.index] = first_seen(call.attn_mask)
-        start = self.faces.starts[self.index]
-        return None if start is None else split_attention(query, keys, values, call, start)
+        starts = self.faces.starts
+        if self.index not in starts:
+            starts[self.index] = first_seen(mask)
+        return starts[self.index]
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if keys.requires_grad and torch.is_grad_enabled():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .attention_view import SDPACall
@@ -11,12 +13,21 @@ FROM_TOKENS = 2048  # below, the mask and the repeated heads cost little
 MOST_NEW_TOKENS = 512  # their products with each other are held whole
 
 
+def first_seen(mask: torch.Tensor) -> int | None:
+    """The first token that a causal ``mask`` ``[batch, 1, new, tokens]`` with equal padding at the
+    left of its rows lets be seen; None for any other mask. Waits for the device."""
+    starts = padding_starts(mask)
+    if starts is None or (starts.numel() > 1 and bool((starts != starts[0]).any())):
+        return None
+    return int(starts[0])
+
+
 def split_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     call: SDPACall,
-    start: int | None = None,
+    look: Callable[[torch.Tensor], int | None] = first_seen,
 ) -> torch.Tensor | None:
     """Causal attention ``[batch, q_heads, new, head_dim]`` of the newest tokens, or None where
     this cannot answer.
@@ -30,8 +41,8 @@ def split_attention(
         query: ``[batch, q_heads, new, head_dim]``.
         keys, values: ``[batch, kv_heads, known + new, head_dim]``.
         call: the call to answer; a mask must be causal with padding at the left of its single row.
-        start: the first token that this mask lets be seen, where that is known; else it is looked
-            for, which waits for the device (:func:`first_seen`).
+        look: finds the first token that the call's mask lets be seen, None where this cannot
+            answer.
     """
     batch, q_heads, new, head_dim = query.shape
     known = keys.shape[2] - new
@@ -48,7 +59,7 @@ def split_attention(
         or not _has_flash(query, keys, values)
     ):
         return None
-    start = first_seen(call.attn_mask) if start is None else start
+    start = look(call.attn_mask)
     if start is None or start >= known:
         return None
     heads = keys.shape[1]
@@ -61,15 +72,6 @@ def split_attention(
     total = torch.logaddexp(past_sum, own_sum)
     out = past * (past_sum - total).exp() + own * (own_sum - total).exp()
     return out.to(query.dtype)
-
-
-def first_seen(mask: torch.Tensor) -> int | None:
-    """The first token that a causal ``mask`` ``[batch, 1, new, tokens]`` with equal padding at the
-    left of its rows lets be seen; None for any other mask. Waits for the device."""
-    starts = padding_starts(mask)
-    if starts is None or (starts.numel() > 1 and bool((starts != starts[0]).any())):
-        return None
-    return int(starts[0])
 
 
 def _has_flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:

@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hf_kvcodecs import SpeculativeKVCache
 from hf_kvcodecs.caches.attention_view import SDPACall
 from hf_kvcodecs.caches.split_attention import FROM_TOKENS, split_attention
+
+from ..harness import forward, prompt, tiny_llama
 
 pytestmark = pytest.mark.compat
 
@@ -30,6 +33,25 @@ def test_against_one_masked_call(padding, new):
     repeated = (part.repeat_interleave(3, 1) for part in (keys, values))
     expected = F.scaled_dot_product_attention(query, *repeated, mask, scale=0.3)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_masks_of_one_text_are_looked_at_once():
+    """A verification's mask tells what the next one's does, until something else is read."""
+    cache = SpeculativeKVCache(compressor="knorm")
+    model, ids = tiny_llama(), prompt(12)
+    forward(model, ids, cache)
+    layer, faces = cache.layers[0], cache.faces
+    query, keys, values, mask = case(padding=5)
+    plane = SDPACall(mask[0, 0])  # what sdpa takes too, and this does not
+    assert split_attention(query, keys, values, plane, look=layer._first_seen) is None
+    assert not faces.starts
+    out = split_attention(query, keys, values, SDPACall(mask), look=layer._first_seen)
+    assert faces.starts == {0: 5}
+    unseen = SDPACall(torch.zeros_like(mask))  # not looked at
+    again = split_attention(query, keys, values, unseen, look=layer._first_seen)
+    assert torch.equal(out, again)
+    forward(model, ids[:, :2], cache)
+    assert not faces.starts
 
 
 def test_what_it_leaves_alone():
