@@ -125,6 +125,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--methods", nargs="+", default=list(FEW))
+    parser.add_argument("--dtypes", nargs="+", choices=list(LIMITS), default=list(LIMITS))
     parser.add_argument("--temperatures", nargs="*", type=float, default=[0.3, 0.7, 1.0])
     parser.add_argument("--draft-lengths", nargs="*", default=["5", "25", "auto"])
     args = parser.parse_args()
@@ -137,7 +138,7 @@ def main() -> int:
     ]
     length = {"min_new_tokens": args.new_tokens, "max_new_tokens": args.new_tokens}
     rows: list[dict[str, Any]] = []
-    for dtype in ("fp32", "bf16"):
+    for dtype in args.dtypes:
         model = common.load_model(path, dtype)
         for index, ids in enumerate(prompts):
             plain = generate(model, ids, DynamicCache(), do_sample=False, **length)
