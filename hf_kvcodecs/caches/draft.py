@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from ..compressors import Compressor
-from ..compressors.quantise import Quantised
+from ..compressors.quantise import KIVI, Quantised
 from ..kernels.ragged_attention import (
+    PackedSegments,
     ragged_attention,
     ragged_attention_works,
     unsupported_reason,
@@ -37,7 +38,8 @@ class DraftLayer:
     Storage is ragged: head ``h`` has a segment of its own in one flat buffer, with its kept tokens
     and spare rows behind them that the tail is written into, so that a head's keys are one piece of
     memory and nothing is copied when the tail grows. Quantised tokens are held beside it and
-    decoded when attended to, or once (``hold_decoded``), which takes the memory of exact tokens.
+    decoded when attended to (inside the kernel where it can read them), or once
+    (``hold_decoded``), which takes the memory of exact tokens.
 
     Args:
         keys, values: ``[1, kv_heads, tokens, head_dim]``: the exact states.
@@ -67,6 +69,7 @@ class DraftLayer:
             for head, index in enumerate(index.to(keys.device) for index in kept)
         ]
         pieces = self._quantise(pieces, keys.dtype, values.dtype)
+        self._packed_segments = self._segments_for_kernel()
         self.counts = [piece[0].shape[0] for piece in pieces]
         self._place(pieces, spare_tokens)
 
@@ -98,6 +101,26 @@ class DraftLayer:
             (torch.cat([old[0], new[0][count:]]), torch.cat([old[1], new[1][count:]]))
             for old, new, count in zip(decoded, pieces, counts, strict=True)
         ]
+
+    def _segments_for_kernel(self) -> PackedSegments | None:
+        """The quantised tokens as the kernel reads them, if it can and they are not decoded."""
+        if not isinstance(self.compressor.quantiser, KIVI) or not self._decodes:
+            return None
+        assert self.packed is not None
+        keys, values, counts = self.packed.keys, self.packed.values, self.packed.counts
+        starts = [sum(counts[:head]) for head in range(len(counts))]
+        segments = PackedSegments(
+            key_words=keys.words.squeeze(-1),
+            key_scale=keys.scale.squeeze(-1),
+            key_minimum=keys.minimum.squeeze(-1),
+            value_words=values.words.squeeze(-1),
+            value_scale=values.scale.squeeze(-1),
+            value_minimum=values.minimum.squeeze(-1),
+            starts=torch.tensor(starts, device=keys.words.device),
+            counts=torch.tensor(counts, device=keys.words.device),
+        )
+        fits = self.head_dims[0] == self.head_dims[1]
+        return segments if fits and segments.unsupported_reason(self.head_dims[0]) is None else None
 
     def _decoded(
         self, key_dtype: torch.dtype, value_dtype: torch.dtype
@@ -191,11 +214,12 @@ class DraftLayer:
         heads = len(self.counts)
         scale = float(self.head_dims[0]) ** -0.5 if scale is None else scale
         grouped = query[0, :, 0].unflatten(0, (heads, -1))  # [kv_heads, group, head_dim]
-        if cursor is not None and not self._decodes and self._kernel_fits(grouped):
+        if cursor is not None and self._kernel_fits(grouped):
             starts, counts = self._segments_at
             out = ragged_attention(
-                grouped.contiguous(), self.keys, self.values, starts, counts, cursor, scale
-            )
+                grouped.contiguous(), self.keys, self.values, starts, counts, cursor, scale,
+                self._packed_segments,
+            )  # fmt: skip
             return out.flatten(0, 1)[None, :, None]
         sizes = [count + self.capacity for count in self.counts]
         if len(set(sizes)) == 1 and not self._decodes:
@@ -220,13 +244,14 @@ class DraftLayer:
         """Whether the kernel for ragged segments takes them."""
         return (
             self.keys.device.type == "cuda"
+            and (self._packed_segments is not None or not self._decodes)
             and unsupported_reason(query, self.keys, self.values) is None
             and ragged_attention_works(self.keys.device, self.keys.dtype, self.head_dims[0])
         )
 
     @property
     def _decodes(self) -> bool:
-        """Whether quantised tokens are decoded each time."""
+        """Whether quantised tokens are held in no other form."""
         return self.packed is not None and not self.hold_decoded
 
     def _note_segments(self) -> None:

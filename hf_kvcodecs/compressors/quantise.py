@@ -8,27 +8,29 @@ from typing import ClassVar
 
 import torch
 
-PLANE = 32  # codes to a word of each bit plane
+CODES = 32  # for which there are as many words as a code has bits
 BITS = (2, 3, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantised:
-    """Codes of ``bits`` bits as bit planes, with a scale and a minimum for each group.
+    """Codes of ``bits`` bits, ``bits`` words for every 32, with a scale and a minimum for each
+    group.
 
     Attributes:
-        planes: int32 ``[bits, ..., groups, 1]``: bit ``i`` of word ``b`` is bit ``b`` of the
-            group's code ``i``.
-        scale, minimum: fp16 ``[..., groups, 1]``.
+        words: int32 ``[bits, ..., group // 32]``. Where ``bits`` divides 32, word ``w`` has codes
+            ``w * n`` to ``w * n + n - 1``, ``n = 32 // bits``, the first one lowest. For 3 bits
+            the words are bit planes: bit ``i`` of word ``w`` is bit ``w`` of code ``i``.
+        scale, minimum: fp16 ``[..., 1]``.
     """
 
-    planes: torch.Tensor
+    words: torch.Tensor
     scale: torch.Tensor
     minimum: torch.Tensor
 
     @property
     def nbytes(self) -> int:
-        return self.planes.nbytes + self.scale.nbytes + self.minimum.nbytes
+        return self.words.nbytes + self.scale.nbytes + self.minimum.nbytes
 
 
 def quantise(numbers: torch.Tensor, bits: int) -> Quantised:
@@ -44,23 +46,30 @@ def quantise(numbers: torch.Tensor, bits: int) -> Quantised:
     scale = ((high - minimum.float()) / (2**bits - 1)).clamp(1e-7, limit).half()
     scale = scale.clamp_min(torch.finfo(torch.float16).tiny)
     codes = ((numbers - minimum.float()) / scale.float()).round_().clamp_(0, 2**bits - 1).int()
-    shifts = torch.arange(PLANE, dtype=torch.int32, device=numbers.device)
-    words = codes.unflatten(-1, (-1, PLANE))
-    planes = torch.stack(
-        [(((words >> bit) & 1) << shifts).sum(-1, dtype=torch.int32) for bit in range(bits)]
-    )
-    return Quantised(planes=planes, scale=scale, minimum=minimum)
+    codes = codes.unflatten(-1, (-1, CODES))
+    if CODES % bits:
+        shifts = torch.arange(CODES, dtype=torch.int32, device=numbers.device)
+        parts = [(((codes >> bit) & 1) << shifts) for bit in range(bits)]
+    else:
+        per_word = CODES // bits
+        shifts = torch.arange(0, CODES, bits, dtype=torch.int32, device=numbers.device)
+        parts = [part << shifts for part in codes.split(per_word, -1)]
+    words = torch.stack([part.sum(-1, dtype=torch.int32) for part in parts])
+    return Quantised(words=words, scale=scale, minimum=minimum)
 
 
 def dequantise(packed: Quantised, dtype: torch.dtype) -> torch.Tensor:
     """The numbers ``[..., group]`` that the codes stand for."""
-    shifts = torch.arange(PLANE, dtype=torch.int32, device=packed.planes.device)
-    codes = torch.zeros(
-        (*packed.planes.shape[1:], PLANE), dtype=torch.int32, device=packed.planes.device
-    )
-    for bit, plane in enumerate(packed.planes):
-        codes |= ((plane.unsqueeze(-1) >> shifts) & 1) << bit
-    numbers = codes.flatten(-2).float() * packed.scale.float() + packed.minimum.float()
+    words = packed.words.movedim(0, -1).unsqueeze(-1)  # [..., group // 32, bits, 1]
+    bits = words.shape[-2]
+    if CODES % bits:
+        shifts = torch.arange(CODES, dtype=torch.int32, device=words.device)
+        places = torch.arange(bits, dtype=torch.int32, device=words.device)[:, None]
+        codes = (((words >> shifts) & 1) << places).sum(-2, dtype=torch.int32).flatten(-2)
+    else:
+        shifts = torch.arange(0, CODES, bits, dtype=torch.int32, device=words.device)
+        codes = ((words >> shifts) & (2**bits - 1)).flatten(-3)
+    numbers = codes.float() * packed.scale.float() + packed.minimum.float()
     return numbers.to(dtype)
 
 
@@ -103,7 +112,7 @@ class Quantiser(ABC):
 
 def pad_channels(states: torch.Tensor) -> torch.Tensor:
     """``states`` with its last dimension padded to whole words by its last channel."""
-    missing = -states.shape[-1] % PLANE
+    missing = -states.shape[-1] % CODES
     if not missing:
         return states
     return torch.cat([states, states[..., -1:].expand(*states.shape[:-1], missing)], dim=-1)
@@ -121,7 +130,7 @@ class KIVI(Quantiser):
     """
 
     name: ClassVar[str] = "kivi"
-    token_group: ClassVar[int] = PLANE
+    token_group: ClassVar[int] = CODES
 
     group_tokens: int = 32
     value_group: int = 32
@@ -130,8 +139,8 @@ class KIVI(Quantiser):
         Quantiser.__post_init__(self)
         for option in ("group_tokens", "value_group"):
             value = getattr(self, option)
-            if value % PLANE or value < 0 or (option == "group_tokens" and not value):
-                raise ValueError(f"{option}: expected a multiple of {PLANE}, got {value!r}")
+            if value % CODES or value < 0 or (option == "group_tokens" and not value):
+                raise ValueError(f"{option}: expected a multiple of {CODES}, got {value!r}")
 
     def packable(self, tokens: int) -> int:
         return max(tokens - self.residual_tokens, 0) // self.group_tokens * self.group_tokens

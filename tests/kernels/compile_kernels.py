@@ -36,7 +36,12 @@ POINTERS = {
     "state_ptr": "*i32", "raw_free_ptr": "*i32",
     "after_ptr": "*i32", "scale": "fp32", "softcap": "fp32",
 }  # fmt: skip
-RAGGED = {"starts_ptr": "*i64", "counts_ptr": "*i64", "cursor_ptr": "*i64"}
+RAGGED = {
+    "starts_ptr": "*i64", "counts_ptr": "*i64", "cursor_ptr": "*i64", "packed_starts_ptr": "*i64",
+    "packed_counts_ptr": "*i64", "key_words_ptr": "*i32", "key_scale_ptr": "*fp16",
+    "key_minimum_ptr": "*fp16", "value_words_ptr": "*i32", "value_scale_ptr": "*fp16",
+    "value_minimum_ptr": "*fp16",
+}  # fmt: skip
 
 
 def compiled(
@@ -100,7 +105,9 @@ def main() -> None:
     for head_dim in (64, 128, 256):
         ragged = {"SPLITS": 32, "G": 16, "D": head_dim}
         block = {"BLOCK_T": 64 if head_dim < 256 else 32, "UPCAST": False}
-        compiled(_ragged_attention_kernel, ragged | block, "*bf16", target, num_warps=4)
+        for bits in (0, 4) if head_dim == 128 else (0,):  # without and with quantised tokens
+            bits = {"BITS": bits}
+            compiled(_ragged_attention_kernel, ragged | block | bits, "*bf16", target, num_warps=4)
         compiled(_ragged_merge_kernel, ragged, "*bf16", target, num_warps=4)
     json.dump(report, sys.stdout)
 

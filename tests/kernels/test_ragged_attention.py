@@ -7,7 +7,12 @@ import os
 import pytest
 import torch
 
-from hf_kvcodecs.kernels.ragged_attention import ragged_attention, unsupported_reason
+from hf_kvcodecs.compressors.quantise import KIVI
+from hf_kvcodecs.kernels.ragged_attention import (
+    PackedSegments,
+    ragged_attention,
+    unsupported_reason,
+)
 from hf_kvcodecs.kernels.ragged_attention.reference import ragged_attention_reference
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -52,6 +57,72 @@ def test_against_the_reference(options):
     assert out.dtype == given[0].dtype
     tolerance = 1e-5 if out.dtype == torch.float32 else 2e-3
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def packed_segments(counts, bits, head_dim, dtype):
+    """Segments of so many random tokens, and what their codes stand for, head by head."""
+    generator = torch.Generator().manual_seed(1)
+    spread = torch.randn(head_dim, generator=generator).exp()
+    keys, values = (
+        (torch.randn(sum(counts), head_dim, generator=generator) * spread).to(dtype)
+        for _ in range(2)
+    )
+    quantiser = KIVI(bits=bits)
+    packed = quantiser.encode(keys, values)
+    parts = {
+        f"{kind}_{name}": getattr(part, name).squeeze(-1)
+        for kind, part in zip(("key", "value"), packed, strict=True)
+        for name in ("words", "scale", "minimum")
+    }
+    starts = [sum(counts[:head]) for head in range(len(counts))]
+    segments = PackedSegments(**parts, starts=torch.tensor(starts), counts=torch.tensor(counts))
+    decoded = quantiser.decode(*packed, dtype, (head_dim, head_dim))
+    return segments, [part.split(counts) for part in decoded]
+
+
+def with_packed(given, decoded, scale):
+    """fp32: attention over what the codes stand for and the other rows, head by head."""
+    q, keys, values, starts, counts, cursor = given
+    out = []
+    for head, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        rows = slice(start, start + count + int(cursor) + 1)
+        k, v = (
+            torch.cat([part[head], own[rows]]).float()
+            for part, own in zip(decoded, (keys, values), strict=True)
+        )
+        out.append((q[head].float() @ k.T * scale).softmax(-1) @ v)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("packed", "options"),
+    [
+        ([160, 0, 672], {"counts": [20, 3, 131]}),
+        ([96, 2048], {"counts": [0, 0], "cursor": 0, "group": 4, "head_dim": 128}),
+        ([320], {"counts": [40], "head_dim": 256, "dtype": torch.float16}),
+    ],
+    ids=str,
+)
+def test_quantised_tokens(packed, options, bits):
+    given = inputs(**options)
+    q = given[0]
+    segments, decoded = packed_segments(packed, bits, q.shape[2], q.dtype)
+    out = ragged_attention(*given, 0.11, segments)
+    tolerance = 1e-5 if out.dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(
+        out.float(), with_packed(given, decoded, 0.11), atol=tolerance, rtol=tolerance
+    )
+
+
+def test_quantised_tokens_of_other_forms_are_refused():
+    given = inputs([10])
+    segments = packed_segments([64], 3, 64, torch.float32)[0]
+    with pytest.raises(ValueError, match="codes of 3 bits"):
+        ragged_attention(*given, 1.0, segments)
+    segments = packed_segments([64], 4, 128, torch.float32)[0]
+    with pytest.raises(ValueError, match="quantised tokens of shapes"):
+        ragged_attention(*given, 1.0, segments)
 
 
 def test_what_it_refuses():
