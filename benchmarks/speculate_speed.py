@@ -24,7 +24,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from transformers import (
 
 from hf_kvcodecs import SpeculativeKVCache, draft_verify
 from hf_kvcodecs.caches.compat import CACHE_ARGUMENT
-from hf_kvcodecs.compressors import Compressor, Dropper, Knorm, StreamingLLM
+from hf_kvcodecs.compressors import KIVI, Compressor, Dropper, Knorm, StreamingLLM
 from hf_kvcodecs.generation.candidate_generator import Draft
 from hf_kvcodecs.generation.draft_step import DraftStep
 from hf_kvcodecs.generation.inputs import RowInputs
@@ -234,9 +234,15 @@ class Setting:
     layers: int
 
     @property
+    def name(self) -> str:
+        """As the acceptance table has it."""
+        quantiser = self.compressor.quantiser
+        return f"keep {self.keep}" + (f", {quantiser.bits} bit" if quantiser else "")
+
+    @property
     def recorded(self) -> list[int]:
         """What :data:`ROUNDS` rounds accept: as many quantiles of the recorded rounds."""
-        found = sorted(recorded_acceptance(self.method, f"keep {self.keep}"))
+        found = sorted(recorded_acceptance(self.method, self.name))
         return [found[(2 * i + 1) * len(found) // (2 * ROUNDS)] for i in range(ROUNDS)]
 
 
@@ -250,18 +256,27 @@ def ragged(keep: float) -> Compressor:
     return Compressor(dropper=Dropper(scorer=Knorm(), keep=keep, budget="model"))
 
 
+def quantised(keep: float) -> Compressor:
+    """As :func:`ragged`, and what is kept in 4 bits."""
+    return replace(ragged(keep), quantiser=KIVI(bits=4))
+
+
 UNIFORM = dropping(0.2)
 
 
 def settings(tokens: int, full_codec: str | None) -> list[Setting]:
     """The most at 64K."""
     two, everything = (Setting("snapkv", 0.2, UNIFORM, layers) for layers in (2, 34))
+    packed = Setting("kvzip+kivi", 0.4, quantised(0.4), 2)
     best = Setting("kvzip", 0.2, ragged(0.2), 2)
     if tokens != 65536:
-        return [two, everything, best] if full_codec else [two]
+        return [packed, two, everything, best] if full_codec else [two]
     if full_codec is None:
         return [two, everything]
     return [
+        packed,
+        Setting("kvzip+kivi", 0.4, quantised(0.4), 34),
+        Setting("kvzip+kivi", 0.2, quantised(0.2), 2),
         two,
         *(Setting("snapkv", 0.2, UNIFORM, layers) for layers in (4, 8, 16)),
         everything,
@@ -311,7 +326,7 @@ def measure(
     cache.end_draft()
     cache.crop(held - cache.get_seq_length())
     return {
-        "setting": f"{setting.method} keep {setting.keep}, {setting.layers} layers staged",
+        "setting": f"{setting.method} {setting.name}, {setting.layers} layers staged",
         "recorded_mean_accepted": statistics.fmean(setting.recorded),
         "round_ms": round_seconds * 1e3,
         "rounds_ms": [1e3 * one for one in seconds],

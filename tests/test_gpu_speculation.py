@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 from hf_kvcodecs import SpeculativeKVCache, draft_verify
+from hf_kvcodecs.caches import draft
 from hf_kvcodecs.caches.attention_view import SDPACall
 from hf_kvcodecs.caches.split_attention import split_attention
 from hf_kvcodecs.generation.inputs import RowInputs
-from hf_kvcodecs.kernels.ragged_attention import ragged_attention, ragged_attention_works
+from hf_kvcodecs.kernels.ragged_attention import (
+    PackedSegments,
+    ragged_attention,
+    ragged_attention_works,
+)
 from hf_kvcodecs.kernels.ragged_attention.reference import ragged_attention_reference
 from hf_kvcodecs.store.packed import PackedStore, RegisterSegment
 
 from .caches.test_split_attention import case
 from .harness import assert_same_bits, forward, generate, prompt, tiny_llama
-from .kernels.test_ragged_attention import inputs
+from .kernels.test_ragged_attention import inputs, packed_segments, with_packed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,6 +126,40 @@ def test_ragged_attention(dtype, head_dim):
         expected = ragged_attention_reference(*given, head_dim**-0.5)
         tolerance = 1e-4 if dtype == torch.float32 else 2e-3
         torch.testing.assert_close(out, expected, atol=tolerance, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("head_dim", "bits"), [(64, 4), (128, 4), (128, 2), (128, 8), (256, 4)])
+def test_ragged_attention_over_quantised_tokens(dtype, head_dim, bits):
+    counts = [5024, 0, 9600]
+    given = [part.cuda() for part in inputs([40, 13, 900], group=4, head_dim=head_dim, dtype=dtype)]
+    segments, decoded = packed_segments(counts, bits, head_dim, dtype)
+    segments = PackedSegments(**{
+        field.name: getattr(segments, field.name).cuda() for field in fields(PackedSegments)
+    })  # fmt: skip
+    scale = head_dim**-0.5
+    out = ragged_attention(*given, scale, segments).float()
+    expected = with_packed(given, [[x.cuda() for x in part] for part in decoded], scale)
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=1e-2)
+
+
+@pytest.mark.parametrize("hold_decoded", [False, True])
+def test_quantised_drafts_are_read_by_the_kernel(hold_decoded, monkeypatch):
+    """Decoding them first and reading them packed accepts about as many drafts."""
+    model = tiny_llama(torch.bfloat16, head_dim=64).cuda()
+    ids, given = prompt(3000).cuda(), []
+
+    def noted(*arguments):
+        given.append(arguments[-1])
+        return ragged_attention(*arguments)
+
+    monkeypatch.setattr(draft, "ragged_attention", noted)
+    cache = SpeculativeKVCache(compressor="kivi", bits=4, draft_length=6, hold_decoded=hold_decoded)
+    generate(model, ids, cache, custom_generate=draft_verify, max_new_tokens=40)
+    assert given
+    assert all((packed is None) == hold_decoded for packed in given)
+    assert cache.report().mean_accepted > 3
 
 
 @pytest.mark.parametrize("padding", [0, 5])
