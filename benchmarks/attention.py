@@ -174,12 +174,20 @@ def case(
             print(f"{name}: {str(problem).splitlines()[0][:80]}")
     peers = [row[name] for name in ("cuDNN", "flash", "FA3", "triton bf16") if name in row]
     row["factor"] = min(peers) / row["packed"]
+    row["bits"] = blocks.nbytes * 8 / (2 * blocks.table.numel() * 128 * dim)
+    row |= breakdown(row, min(peers))
     if args.eager:
         peers = [row[f"{name} eager"] for name in ("cuDNN", "flash", "FA3") if name in row]
         row["eager factor"] = min(peers) / row["packed eager"]
-    row["bits"] = blocks.nbytes * 8 / (2 * blocks.table.numel() * 128 * dim)
     row["raw_blocks"] = int(blocks.cursors[1])
     return row | rates(blocks) | {"error": error}
+
+
+def breakdown(row: dict[str, Any], dense: float) -> dict[str, float]:
+    """What fewer bytes save, and what decoding them adds, in microseconds, if packed bytes are read
+    as fast as the fastest dense kernel reads its own in ``dense`` microseconds."""
+    loading = dense * row["bits"] / 16
+    return {"loading saved": dense - loading, "arithmetic added": row["packed"] - loading}
 
 
 def rates(blocks: RegisterBlocks) -> dict[str, float]:
