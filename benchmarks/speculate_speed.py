@@ -232,6 +232,7 @@ class Setting:
     keep: float
     compressor: Compressor
     layers: int
+    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -270,18 +271,21 @@ def settings(tokens: int, full_codec: str | None) -> list[Setting]:
     packed = Setting("kvzip+kivi", 0.4, quantised(0.4), 2)
     best = Setting("kvzip", 0.2, ragged(0.2), 2)
     if tokens != 65536:
-        return [packed, two, everything, best] if full_codec else [two]
+        compiled = replace(packed, compiled=True)
+        return [compiled, packed, two, everything, best] if full_codec else [two]
     if full_codec is None:
         return [two, everything]
     return [
         packed,
-        Setting("kvzip+kivi", 0.4, quantised(0.4), 34),
-        Setting("kvzip+kivi", 0.2, quantised(0.2), 2),
+        replace(packed, compiled=True),
+        replace(packed, compiled=True, layers=5),
+        replace(packed, compiled=True, layers=34),
+        replace(best, compiled=True),
+        Setting("kvzip+kivi", 0.2, quantised(0.2), 2, compiled=True),
+        best,
         two,
         *(Setting("snapkv", 0.2, UNIFORM, layers) for layers in (4, 8, 16)),
         everything,
-        best,
-        Setting("kvzip", 0.2, ragged(0.2), 34),
         Setting("snapkv", 0.1, dropping(0.1), 2),
     ]
 
@@ -297,6 +301,7 @@ def measure(
     """Rounds with that draft face and staging area; the cache is given back as long as it was."""
     held = cache.get_seq_length()
     renew(cache, setting.compressor, setting.layers)
+    cache.compile_drafts = setting.compiled
     torch.cuda.reset_peak_memory_stats()
     decoder = decoder_of(model, cache, held)
     decoder.recorded = itertools.cycle(setting.recorded)
@@ -326,7 +331,8 @@ def measure(
     cache.end_draft()
     cache.crop(held - cache.get_seq_length())
     return {
-        "setting": f"{setting.method} {setting.name}, {setting.layers} layers staged",
+        "setting": f"{setting.method} {setting.name}, {setting.layers} layers staged"
+        + (", compiled" if setting.compiled else ""),
         "recorded_mean_accepted": statistics.fmean(setting.recorded),
         "round_ms": round_seconds * 1e3,
         "rounds_ms": [1e3 * one for one in seconds],

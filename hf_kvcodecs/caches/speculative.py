@@ -48,6 +48,8 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
         graphs: make draft steps of fixed shape, captured as a CUDA graph on GPUs (where launching
             kernels one by one takes longer than running them). None: on GPUs, where every layer
             has two faces and none is reselected.
+        compile_drafts: compile such a step first, as ``generate`` does for static caches: faster
+            steps for the time that it takes to compile, once per model.
         refresh_tokens: so many generated tokens are kept exactly before the draft face is
             compressed anew, while a verification has the exact one at hand.
 
@@ -68,6 +70,7 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
         staging_bytes: int | None = None,
         hold_decoded: bool = False,
         graphs: bool | None = None,
+        compile_drafts: bool = False,
         refresh_tokens: int = 256,
     ) -> None:
         if config is not None and not isinstance(config, PreTrainedConfig):
@@ -86,7 +89,7 @@ class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):
         )
         if isinstance(draft_length, int):
             self.faces.spare_tokens = max(self.faces.spare_tokens, draft_length + 1)
-        self.graphs = graphs
+        self.graphs, self.compile_drafts = graphs, compile_drafts
         self.decoding = False  # set by draft_verify while it runs
         self.last_report: DraftVerifyReport | None = None
         self._claimed_by_generate = self._first_forward = False

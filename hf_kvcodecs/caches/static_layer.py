@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from ..errors import CacheMisuseError
@@ -16,6 +14,7 @@ from ..kernels.packed_attention import MAX_GROUP
 from ..kernels.static_ops import static_append, static_attention
 from .compat import notice_once
 from .layer import GAACLayer, GAACOptions, check_states
+from .plain_view import PlainView
 from .static_pair import StaticPair
 
 
@@ -125,19 +124,15 @@ class StaticGAACLayer(GAACLayer):
         return self.max_tokens
 
 
-class StaticView:
-    """Keys or values ``[batch, kv_heads, max_tokens, head_dim]`` in name: what
-    ``scaled_dot_product_attention`` needs to call the fused kernel, and nothing else.
-
-    Not a tensor: compilers trace through plain objects, so that a whole model with this cache
-    becomes one graph.
-    """
+class StaticView(PlainView):
+    """Keys or values ``[batch, kv_heads, max_tokens, head_dim]`` in name, which the fused kernel
+    answers for."""
 
     def __init__(
         self, pair: Any, after: torch.Tensor, new_tokens: int, shape: tuple[int, ...], part: int
     ) -> None:
-        self.pair, self.after, self.new_tokens, self.part = pair, after, new_tokens, part
-        self.shape = shape
+        super().__init__(shape, part)
+        self.pair, self.after, self.new_tokens = pair, after, new_tokens
 
     @property
     def dtype(self) -> torch.dtype:
@@ -147,89 +142,52 @@ class StaticView:
     def device(self) -> torch.device:
         return self.after.device
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
+    @classmethod
+    def attend(
+        cls,
+        query: torch.Tensor,
+        key: Any,
+        value: Any,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if not (isinstance(key, StaticView) and isinstance(value, StaticView)):
+            cls.refuse("attention with keys or values of another source")
+        if key.pair is not value.pair or (key.part, value.part) != (0, 1) or dropout_p:
+            cls.refuse("attention other than this layer's own, without dropout")
+        new_tokens = key.new_tokens
+        if attn_mask is None:
+            if is_causal or new_tokens > 1:
+                cls.refuse("attention of several tokens without a mask")
+            span = None
+        else:
+            span = visible_span(attn_mask, new_tokens)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        held = key.pair.memory
+        batch, heads, q_tokens, head_dim = query.shape
+        if q_tokens == new_tokens:
+            attended: torch.Tensor = static_attention(
+                query, key.after, span, held.memory, held.sizes, scale
+            )
+            return attended
+        # transformers packs a token's grouped queries so: [batch, kv_heads, repeats, head_dim].
+        if new_tokens != 1:
+            cls.refuse(f"{q_tokens} queries behind {new_tokens} new tokens")
+        folded = query.reshape(batch, heads * q_tokens, 1, head_dim)
+        out: torch.Tensor = static_attention(
+            folded, key.after, span, held.memory, held.sizes, scale
+        )
+        return out.reshape(batch, heads, q_tokens, head_dim)
 
     def _with(self, shape: tuple[int, ...]) -> StaticView:
         return StaticView(self.pair, self.after, self.new_tokens, shape, self.part)
 
-    # The three steps of transformers' `repeat_kv`; the kernel groups queries instead.
-    def __getitem__(self, index: Any) -> StaticView:
-        whole = slice(None, None, None)
-        if len(self.shape) != 4 or index != (whole, whole, None, whole, whole):
-            raise _misuse(f"[{index}]")
-        batch, heads, tokens, head_dim = self.shape
-        return self._with((batch, heads, 1, tokens, head_dim))
-
-    def expand(self, *sizes: int) -> StaticView:
-        if len(self.shape) != 5 or len(sizes) != 5:
-            raise _misuse("expand")
-        return self._with(sizes)
-
-    def reshape(self, *sizes: int) -> StaticView:
-        batch, heads, tokens, head_dim = self.shape[0], self.shape[1], *self.shape[-2:]
-        repeats = self.shape[2] if len(self.shape) == 5 else 1
-        if sizes != (batch, heads * repeats, tokens, head_dim):
-            raise _misuse("reshape")
-        return self._with(sizes)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise _misuse(name)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> torch.Tensor:
-        if func is not F.scaled_dot_product_attention:
-            raise _misuse(getattr(func, "__name__", str(func)))
-        return _attend(*args, **(kwargs or {}))
-
-
-def _attend(
-    query: torch.Tensor,
-    key: Any,
-    value: Any,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    if not (isinstance(key, StaticView) and isinstance(value, StaticView)):
-        raise _misuse("attention with keys or values of another source")
-    if key.pair is not value.pair or (key.part, value.part) != (0, 1) or dropout_p:
-        raise _misuse("attention other than this layer's own, without dropout")
-    new_tokens = key.new_tokens
-    if attn_mask is None:
-        if is_causal or new_tokens > 1:
-            raise _misuse("attention of several tokens without a mask")
-        span = None
-    else:
-        span = visible_span(attn_mask, new_tokens)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    held = key.pair.memory
-    batch, heads, q_tokens, head_dim = query.shape
-    if q_tokens == new_tokens:
-        attended: torch.Tensor = static_attention(
-            query, key.after, span, held.memory, held.sizes, scale
-        )
-        return attended
-    # transformers packs the grouped queries of one token so: [batch, kv_heads, repeats, head_dim].
-    if new_tokens != 1:
-        raise _misuse(f"{q_tokens} queries behind {new_tokens} new tokens")
-    folded = query.reshape(batch, heads * q_tokens, 1, head_dim)
-    out: torch.Tensor = static_attention(folded, key.after, span, held.memory, held.sizes, scale)
-    return out.reshape(batch, heads, q_tokens, head_dim)
+    @staticmethod
+    def refuse(what: str) -> NoReturn:
+        raise _misuse(what)
 
 
 _latest: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None

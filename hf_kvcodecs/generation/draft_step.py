@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..caches.compat import CACHE_ARGUMENT
+from ..caches.compat import CACHE_ARGUMENT, notice_once
 from ..caches.draft import DraftLayer, StaticStep
 from ..caches.speculative import SpeculativeKVCache
+from ..caches.traced_drafts import TracedDrafts, drafting
 from .inputs import RowInputs
 
 WARM_UP_STEPS = 2
@@ -22,6 +25,7 @@ class DraftStep:
 
     Args:
         inputs: calls the model on the row; its cache has a draft face, and stays turned to it.
+            With the cache's ``compile_drafts`` the model's step is compiled first, once per model.
 
     A step belongs to the draft layers that it was made for: :attr:`valid` tells whether they are
     still the cache's.
@@ -35,6 +39,11 @@ class DraftStep:
         with torch.inference_mode(False):
             self.ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
             self.positions = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        self.compiled = _compiled(inputs) if self.cache.compile_drafts else None
+        if self.compiled is not None:
+            with torch.inference_mode(False):
+                self.mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+            self.traced = TracedDrafts(len(self._drafts))
         self.logits: torch.Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
@@ -69,6 +78,8 @@ class DraftStep:
             self._run()
 
     def _run(self) -> None:
+        if self.compiled is not None and self._run_compiled(self.compiled):
+            return
         self.cache.faces.static = self.static
         try:
             self.static.refresh()
@@ -79,6 +90,21 @@ class DraftStep:
             self.logits = out.logits[:, -1:]
         finally:
             self.cache.faces.static = None
+
+    def _run_compiled(self, step: Callable[..., torch.Tensor]) -> bool:
+        """Whether the compiled step ran; where that is impossible, it is said once."""
+        try:
+            with drafting(self._drafts, self.static):
+                self.static.refresh()
+                self.logits = step(self.ids, self.positions, self.mask, self.traced)
+        except Exception as error:  # Dynamo's and Inductor's errors have no common class
+            reason = (str(error).strip().splitlines() or [""])[0][:200]
+            notice_once(
+                f"compile_drafts: {type(self.inputs.model).__name__} could not be compiled "
+                f"({type(error).__name__}: {reason}). Its draft steps are run as they are."
+            )
+            self.compiled = None
+        return self.compiled is not None
 
     def __call__(self, token: torch.Tensor, start: int) -> torch.Tensor:
         """Logits ``[1, 1, vocab]`` behind ``token`` ``[1, 1]``, the row's ``start``-th (padding
@@ -94,6 +120,45 @@ class DraftStep:
             layer.advance(1)
         assert self.logits is not None
         return self.logits.clone()
+
+
+_compiled_steps: weakref.WeakKeyDictionary[Any, Callable[..., torch.Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _compiled(inputs: RowInputs) -> Callable[..., torch.Tensor] | None:
+    """The model's step over one drafted token as one compiled graph, made at its first call; None
+    where positions cannot be given to the model."""
+    if not inputs.takes_positions:
+        notice_once(
+            f"compile_drafts: {type(inputs.model).__name__} takes no position_ids; its draft steps "
+            "are not compiled."
+        )
+        return None
+    step = _compiled_steps.get(inputs.model)
+    if step is None:
+        model = weakref.ref(inputs.model)
+
+        def step(
+            ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: TracedDrafts
+        ) -> torch.Tensor:
+            # A mask of four dimensions is taken as it is: no model makes one of its own.
+            held: Any = model()
+            out = held(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=mask,
+                use_cache=True,
+                return_dict=True,
+                **{CACHE_ARGUMENT: cache},
+            )
+            logits: torch.Tensor = out.logits
+            return logits[:, -1:]
+
+        step = torch.compile(step, fullgraph=True, dynamic=False)
+        _compiled_steps[inputs.model] = step
+    return step
 
 
 def _drafts(cache: SpeculativeKVCache) -> list[DraftLayer]:
