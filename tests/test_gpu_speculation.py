@@ -36,6 +36,7 @@ OPTIONS = [
     {"compressor": "kvzip", "keep": 0.5, "full_codec": "gaac"},
     {"compressor": "kvzip", "keep": 0.6, "bits": 8, "full": "disk", "hold_decoded": True},
     {"compressor": "reselect+kivi", "keep": 0.6, "bits": 8},
+    {"compressor": "kvzip", "keep": 0.6, "bits": 8, "compile_drafts": True},
 ]
 
 

@@ -1,10 +1,11 @@
-"""What compilers see in place of a cache with a draft face: attention as one operator a layer, which
-finds the layer when it is run, so that one graph serves every text."""
+"""What compilers see in place of a cache with a draft face: attention as one operator a layer that
+finds its layer when it runs, so that one graph serves every text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -15,17 +16,17 @@ from ..errors import CacheMisuseError
 from .draft import DraftLayer, StaticStep
 from .plain_view import PlainView
 
-_under_way: list[tuple[list[DraftLayer], StaticStep]] = []
+_under_way: ContextVar[tuple[list[DraftLayer], StaticStep]] = ContextVar("drafting")  # by thread
 
 
 @contextmanager
 def drafting(layers: list[DraftLayer], static: StaticStep) -> Iterator[None]:
     """Traced attention within adds to these layers, at the place that ``static`` tells."""
-    _under_way.append((layers, static))
+    token = _under_way.set((layers, static))
     try:
         yield
     finally:
-        _under_way.pop()
+        _under_way.reset(token)
 
 
 @torch.library.custom_op("hf_kvcodecs::draft_attention", mutates_args=())
@@ -34,7 +35,7 @@ def draft_attention(
 ) -> torch.Tensor:
     """Adds one token ``[1, kv_heads, 1, head_dim]`` to a draft layer of the step under way and
     attends to the layer: ``[1, q_heads, 1, head_dim]``, ``query`` alike."""
-    layers, static = _under_way[-1]
+    layers, static = _under_way.get()
     layer = layers[layer_idx]
     layer.append_at(keys, values, static.cursor)
     out = layer.attend_static(query, scale, static.tail_bias, static.cursor)

@@ -103,7 +103,7 @@ class DraftStep:
                 f"compile_drafts: {type(self.inputs.model).__name__} could not be compiled "
                 f"({type(error).__name__}: {reason}). Its draft steps are run as they are."
             )
-            self.compiled = None
+            self.compiled = _compiled_steps[self.inputs.model] = None
         return self.compiled is not None
 
     def __call__(self, token: torch.Tensor, start: int) -> torch.Tensor:
@@ -122,7 +122,8 @@ class DraftStep:
         return self.logits.clone()
 
 
-_compiled_steps: weakref.WeakKeyDictionary[Any, Callable[..., torch.Tensor]] = (
+# By model; None for those that cannot be compiled.
+_compiled_steps: weakref.WeakKeyDictionary[Any, Callable[..., torch.Tensor] | None] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -136,8 +137,7 @@ def _compiled(inputs: RowInputs) -> Callable[..., torch.Tensor] | None:
             "are not compiled."
         )
         return None
-    step = _compiled_steps.get(inputs.model)
-    if step is None:
+    if inputs.model not in _compiled_steps:
         model = weakref.ref(inputs.model)
 
         def step(
@@ -156,9 +156,8 @@ def _compiled(inputs: RowInputs) -> Callable[..., torch.Tensor] | None:
             logits: torch.Tensor = out.logits
             return logits[:, -1:]
 
-        step = torch.compile(step, fullgraph=True, dynamic=False)
-        _compiled_steps[inputs.model] = step
-    return step
+        _compiled_steps[inputs.model] = torch.compile(step, fullgraph=True, dynamic=False)
+    return _compiled_steps[inputs.model]
 
 
 def _drafts(cache: SpeculativeKVCache) -> list[DraftLayer]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from hf_kvcodecs.compressors import (
     SnapKV,
     StreamingLLM,
 )
+from hf_kvcodecs.generation import draft_step
 from hf_kvcodecs.generation.candidate_generator import Draft, SameModelCandidateGenerator
 from hf_kvcodecs.store.streaming import StagedStream
 
@@ -352,6 +355,47 @@ def test_steps_of_fixed_shape(model, options, hold_decoded):
         assert cache.drafts_statically == graphs
     assert accepted[0] == accepted[1]
     assert sum(accepted[0]) > 5
+
+
+@pytest.mark.parametrize("options", [{"keep": 0.5}, {"keep": 0.7, "bits": 4}], ids=str)
+def test_compiled_steps_are_one_graph_for_every_text(model, options, monkeypatch):
+    """Dynamo traces the model once (fullgraph), and it drafts what the model drafts."""
+    monkeypatch.setattr(draft_step.torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(draft_step, "_compiled_steps", WeakKeyDictionary())
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for tokens in (90, 140):
+        ids, accepted = prompt(tokens), []
+        plain = generate(model, ids, DynamicCache(), max_new_tokens=40)
+        for compiled in (False, True):
+            cache = SpeculativeKVCache(
+                compressor="kvzip", graphs=True, compile_drafts=compiled, draft_length=5,
+                refresh_tokens=20, **options,
+            )  # fmt: skip
+            out = generate(model, ids, cache, custom_generate=draft_verify, max_new_tokens=40)
+            assert torch.equal(out, plain)
+            accepted.append(cache.report().accepted)
+        assert accepted[0] == accepted[1] > 0
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_step_that_cannot_be_compiled_runs_as_it_is(model, monkeypatch):
+    def failing(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    notices: list[str] = []
+    monkeypatch.setattr(draft_step, "notice_once", notices.append)
+    monkeypatch.setattr(draft_step.torch, "compile", partial(torch.compile, backend=failing))
+    monkeypatch.setattr(draft_step, "_compiled_steps", WeakKeyDictionary())
+    torch._dynamo.reset()
+    ids = prompt(90)
+    plain = generate(model, ids, DynamicCache(), max_new_tokens=20)
+    for _ in range(2):
+        cache = SpeculativeKVCache(graphs=True, compile_drafts=True, draft_length=5)
+        out = generate(model, ids, cache, custom_generate=draft_verify, max_new_tokens=20)
+        assert torch.equal(out, plain)
+    assert len(notices) == 1
+    assert "could not be compiled" in notices[0]
 
 
 def test_layers_streamed_through_a_staging_ring(model):
