@@ -242,11 +242,14 @@ class DraftLayer:
 
     def _kernel_fits(self, query: torch.Tensor) -> bool:
         """Whether the kernel for ragged segments takes them."""
+        packed = self._packed_segments
         return (
             self.keys.device.type == "cuda"
-            and (self._packed_segments is not None or not self._decodes)
+            and (packed is not None or not self._decodes)
             and unsupported_reason(query, self.keys, self.values) is None
-            and ragged_attention_works(self.keys.device, self.keys.dtype, self.head_dims[0])
+            and ragged_attention_works(
+                self.keys.device, self.keys.dtype, self.head_dims[0], packed.bits if packed else 0
+            )
         )
 
     @property

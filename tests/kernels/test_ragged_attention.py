@@ -13,7 +13,7 @@ from hf_kvcodecs.kernels.ragged_attention import (
     ragged_attention,
     unsupported_reason,
 )
-from hf_kvcodecs.kernels.ragged_attention.reference import ragged_attention_reference
+from hf_kvcodecs.kernels.ragged_attention.reference import decode, ragged_attention_reference
 
 pytest.importorskip("triton", reason="needs Triton")
 pytestmark = [
@@ -60,7 +60,7 @@ def test_against_the_reference(options):
 
 
 def packed_segments(counts, bits, head_dim, dtype):
-    """Segments of so many random tokens, and what their codes stand for, head by head."""
+    """Segments of so many random tokens, and what the quantiser decodes them to."""
     generator = torch.Generator().manual_seed(1)
     spread = torch.randn(head_dim, generator=generator).exp()
     keys, values = (
@@ -76,22 +76,7 @@ def packed_segments(counts, bits, head_dim, dtype):
     }
     starts = [sum(counts[:head]) for head in range(len(counts))]
     segments = PackedSegments(**parts, starts=torch.tensor(starts), counts=torch.tensor(counts))
-    decoded = quantiser.decode(*packed, dtype, (head_dim, head_dim))
-    return segments, [part.split(counts) for part in decoded]
-
-
-def with_packed(given, decoded, scale):
-    """fp32: attention over what the codes stand for and the other rows, head by head."""
-    q, keys, values, starts, counts, cursor = given
-    out = []
-    for head, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
-        rows = slice(start, start + count + int(cursor) + 1)
-        k, v = (
-            torch.cat([part[head], own[rows]]).float()
-            for part, own in zip(decoded, (keys, values), strict=True)
-        )
-        out.append((q[head].float() @ k.T * scale).softmax(-1) @ v)
-    return torch.stack(out)
+    return segments, quantiser.decode(*packed, dtype, (head_dim, head_dim))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -108,11 +93,11 @@ def test_quantised_tokens(packed, options, bits):
     given = inputs(**options)
     q = given[0]
     segments, decoded = packed_segments(packed, bits, q.shape[2], q.dtype)
+    assert all(map(torch.equal, decode(segments, q.dtype), decoded))
     out = ragged_attention(*given, 0.11, segments)
+    expected = ragged_attention_reference(*given, 0.11, segments)
     tolerance = 1e-5 if out.dtype == torch.float32 else 4e-3
-    torch.testing.assert_close(
-        out.float(), with_packed(given, decoded, 0.11), atol=tolerance, rtol=tolerance
-    )
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_quantised_tokens_of_other_forms_are_refused():

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 
 import torch
 
 from ..dispatch import interpreted, on_device, triton_missing
 from .reference import ragged_attention_reference
+from .segments import CODES, PackedSegments
 
-CODES = 32  # to a group, and to as many words as a code has bits
-PACKED_BITS = (2, 4, 8)  # those that divide a word
+__all__ = ["PackedSegments", "ragged_attention", "ragged_attention_works", "unsupported_reason"]
+
 HEAD_DIMS = (64, 128, 256)
 GROUP_LIMIT = 16
 PROGRAMS = 264  # two for each of an H200's processors
@@ -34,62 +34,6 @@ def unsupported_reason(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     if q.shape[1] > GROUP_LIMIT:
         return f"{q.shape[1]} query heads to a KV head"
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedSegments:
-    """Quantised tokens of all heads, head after head: a code ``c`` is ``c * scale + minimum``.
-
-    Every 32 codes lie in as many words as a code has bits, the words of one place together; keys
-    have a scale for 32 tokens of a channel, values for 32 channels of a token.
-
-    Attributes:
-        key_words: int32 ``[bits, tokens // 32, head_dim]``.
-        key_scale, key_minimum: fp16 ``[tokens // 32, head_dim]``.
-        value_words: int32 ``[bits, tokens, head_dim // 32]``.
-        value_scale, value_minimum: fp16 ``[tokens, head_dim // 32]``.
-        starts, counts: int64 ``[kv_heads]``: each head's first token and how many it has,
-            multiples of 32.
-    """
-
-    key_words: torch.Tensor
-    key_scale: torch.Tensor
-    key_minimum: torch.Tensor
-    value_words: torch.Tensor
-    value_scale: torch.Tensor
-    value_minimum: torch.Tensor
-    starts: torch.Tensor
-    counts: torch.Tensor
-
-    @property
-    def bits(self) -> int:
-        return self.key_words.shape[0]
-
-    @property
-    def tokens(self) -> int:
-        return self.value_words.shape[1]
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """As the kernel takes them."""
-        return (
-            self.key_words, self.key_scale, self.key_minimum, self.value_words, self.value_scale,
-            self.value_minimum, self.starts, self.counts,
-        )  # fmt: skip
-
-    def unsupported_reason(self, head_dim: int) -> str | None:
-        """Why the kernel cannot read them, or None."""
-        groups, words = self.tokens // CODES, head_dim // CODES
-        shapes = [(self.bits, groups, head_dim), *2 * [(groups, head_dim)]]
-        shapes += [(self.bits, self.tokens, words), *2 * [(self.tokens, words)]]
-        if self.bits not in PACKED_BITS:
-            return f"codes of {self.bits} bits"
-        found = [tuple(part.shape) for part in self.tensors[:6]]
-        if found != shapes or self.tokens % CODES or head_dim % CODES:
-            return f"quantised tokens of shapes {found}; expected {shapes}"
-        if not all(part.is_contiguous() for part in self.tensors):
-            return "quantised tokens that are not contiguous"
-        return None
 
 
 def ragged_attention(
@@ -154,8 +98,11 @@ def ragged_attention(
 
 
 @functools.cache
-def ragged_attention_works(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernel gives on ``device`` what the reference does; tried once in a process."""
+def ragged_attention_works(
+    device: torch.device, dtype: torch.dtype, head_dim: int, bits: int = 0
+) -> bool:
+    """Whether the kernel gives on ``device`` what the reference does, over quantised tokens too
+    with ``bits``; tried once in a process."""
     if device.type != "cuda":  # elsewhere it is interpreted, for tests only
         return False
     generator = torch.Generator("cpu").manual_seed(0)
@@ -164,10 +111,27 @@ def ragged_attention_works(device: torch.device, dtype: torch.dtype, head_dim: i
         for shape in ((2, 4, head_dim), (700, head_dim), (700, head_dim))
     )
     starts, counts = (torch.tensor(x, device=device) for x in ([0, 500], [430, 90]))
-    cursor = torch.tensor([7], device=device)
+    given = q, keys, values, starts, counts, torch.tensor([7], device=device), 0.1
     try:
-        out = ragged_attention(q, keys, values, starts, counts, cursor, 0.1)
-        expected = ragged_attention_reference(q, keys, values, starts, counts, cursor, 0.1)
+        packed = _random_segments([96, 192], head_dim, bits, generator, device) if bits else None
+        out = ragged_attention(*given, packed)
+        expected = ragged_attention_reference(*given, packed)
         return bool((out.float() - expected).abs().max() < 0.02)
     except Exception:  # a compiler's errors have no common class
         return False
+
+
+def _random_segments(
+    counts: list[int], head_dim: int, bits: int, generator: torch.Generator, device: torch.device
+) -> PackedSegments:
+    """Two heads' quantised tokens, for trying the kernel."""
+    tokens, words, parts = sum(counts), head_dim // CODES, {}
+    for kind, shape in (("key", (tokens // CODES, head_dim)), ("value", (tokens, words))):
+        parts[f"{kind}_words"] = torch.randint(
+            -(2**31), 2**31, (bits, *shape), generator=generator
+        ).int()
+        scale = torch.rand(shape, generator=generator) * 2**-bits
+        parts[f"{kind}_scale"] = scale.half()
+        parts[f"{kind}_minimum"] = -torch.rand(shape, generator=generator).half()
+    parts |= {"starts": torch.tensor([0, counts[0]]), "counts": torch.tensor(counts)}
+    return PackedSegments(**{name: part.to(device) for name, part in parts.items()})
