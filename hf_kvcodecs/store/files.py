@@ -119,6 +119,8 @@ def _chunk(salt: bytes, chain: bytes, metadata: dict[str, str]) -> tuple[Chunk, 
         packed: dict[str, Any] = described["packed"]
     except (ValueError, LookupError, TypeError, OverflowError) as error:
         raise CorruptDataError(f"a chunk's description makes no sense ({error!r})") from error
+    if not isinstance(packed, dict):
+        raise CorruptDataError("a chunk's description does not say how it is packed")
     if chunk.chain != chain or ids.ndim != 1 or not len(ids):
         raise CorruptDataError("a file under a name that is not its chunk's")
     return chunk, packed

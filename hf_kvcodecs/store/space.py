@@ -68,7 +68,12 @@ class ChunkSpace:
     def _unpacked(self, chunk: Chunk, packed: Packed) -> KV | None:
         """Keys and values of ``chunk``; None, and gone from every tier, if they make no sense."""
         try:
+            codec, store = packed[1].get("codec"), self.store
+            if codec not in ((None, "gaac") if store.exact else (store.codec,)):
+                raise CorruptDataError(f"a chunk in codec {codec!r}, which this store never writes")
             keys, values = unpack(*packed)
+            if not (keys.is_floating_point() and values.is_floating_point()):
+                raise CorruptDataError(f"keys and values of {keys.dtype} and {values.dtype}")
             if not keys.shape[:3] == values.shape[:3] == (*keys.shape[:2], chunk.tokens):
                 raise CorruptDataError("keys and values are not those of its tokens")
         except UnsupportedLayoutError as error:  # another release's: left alone

@@ -418,3 +418,69 @@ def test_stats_are_plain_numbers_and_repr_tells():
     assert stats == replace(stats)
     assert "1 chunks" in repr(store)
     assert "gaac" in repr(store)
+
+
+SENSELESS = [
+    {"codec": "zip"}, {"codec": 7}, {"codec": "int4"}, {"codec": []}, {"keys": None},
+    {"keys": {"shape": [3, 2, 99, 16]}}, {"keys": {"shape": [3, 2, 100]}}, {"keys": {"shape": 5}},
+    {"keys": {"shape": [3, 2, 2**70, 16]}}, {"keys": {"dtype": "nothing"}},
+    {"keys": {"dtype": "nn"}}, {"keys": {"dtype": "int32"}}, {"keys": {"shape": [[], "a"]}},
+    {"keys": {"block": {"id": "unknown"}}}, {"keys": {"block": 3}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", [None, "gaac", "int8"])
+def test_descriptions_that_make_no_sense_are_misses(tmp_path, codec):
+    """With a checksum that is right: written so by somebody, or by a release with a bug."""
+    ids, salt = text(100, 1), ChunkStore(codec=codec).space("m").salt
+    chunk = Chunk.make(salt, root_key(salt, 0), ids, 0)
+    tensors, described = pack(tuple(t.to(torch.bfloat16) for t in random_kv(100)), codec)
+    for change in SENSELESS:
+        keys = change.get("keys", {})
+        whole = described | change
+        whole["keys"] = described["keys"] | keys if isinstance(keys, dict) else keys
+        if "block" in (keys or ()) and codec != "gaac":
+            continue  # not looked at
+        store = ChunkStore(disk=tmp_path, codec=codec)
+        space = store.space("m")
+        store.tiers[0].write(space.name, chunk.chain.hex(), to_bytes(chunk, (tensors, whole)))
+        assert space.match(ids).exact_tokens == 100
+        assert space.load(chunk) is None, change
+        assert space.match(ids).exact_tokens == 0
+        assert (store.stats().chunks, store.stats().bytes) == (0, 0)
+        store.clear()
+
+
+def test_descriptions_that_are_no_objects_are_misses(tmp_path):
+    store = ChunkStore(disk=tmp_path)
+    space = store.space("m")
+    chunk = Chunk.make(space.salt, root_key(space.salt, 0), text(100, 1), 0)
+    for described in (5, [], None, "x"):
+        data = to_bytes(chunk, (pack(random_kv(100), None)[0], described))
+        store.tiers[0].write(space.name, chunk.chain.hex(), data)
+        assert space.load(chunk) is None, described
+        assert list(tmp_path.glob("*/*.safetensors")) == []
+
+
+@pytest.mark.parametrize("lossy", ["int8", "int4"])
+def test_a_lossy_file_never_passes_for_an_exact_one(tmp_path, lossy):
+    store = ChunkStore(disk=tmp_path)
+    space = store.space("m")
+    chunk = Chunk.make(space.salt, root_key(space.salt, 0), text(100, 1), 0)
+    data = to_bytes(chunk, pack(random_kv(100), lossy))
+    store.tiers[0].write(space.name, chunk.chain.hex(), data)
+    assert space.match(chunk.ids).exact_tokens == 100
+    assert space.load(chunk) is None
+    assert store.stats().damaged == 1
+    assert list(tmp_path.glob("*/*.safetensors")) == []
+
+
+def test_states_that_are_no_floats_are_a_miss(tmp_path):
+    store = ChunkStore(disk=tmp_path)
+    space = store.space("m")
+    chunk = Chunk.make(space.salt, root_key(space.salt, 0), text(100, 1), 0)
+    data = to_bytes(chunk, pack(tuple(t.int() for t in random_kv(100)), None))
+    store.tiers[0].write(space.name, chunk.chain.hex(), data)
+    assert space.match(chunk.ids).exact_tokens == 100
+    assert space.load(chunk) is None
+    assert store.stats().damaged == 1
