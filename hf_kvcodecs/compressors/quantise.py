@@ -64,8 +64,10 @@ def dequantise(packed: Quantised, dtype: torch.dtype) -> torch.Tensor:
     bits = words.shape[-2]
     if CODES % bits:
         shifts = torch.arange(CODES, dtype=torch.int32, device=words.device)
-        places = torch.arange(bits, dtype=torch.int32, device=words.device)[:, None]
-        codes = (((words >> shifts) & 1) << places).sum(-2, dtype=torch.int32).flatten(-2)
+        codes = words.new_zeros((*words.shape[:-2], CODES))
+        for bit, plane in enumerate(packed.words):
+            codes |= ((plane.unsqueeze(-1) >> shifts) & 1) << bit
+        codes = codes.flatten(-2)
     else:
         shifts = torch.arange(0, CODES, bits, dtype=torch.int32, device=words.device)
         codes = ((words >> shifts) & (2**bits - 1)).flatten(-3)

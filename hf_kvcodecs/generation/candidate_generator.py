@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..caches.compat import notice_once
 from ..caches.speculative import SpeculativeKVCache
 from .choice import draw
 from .draft_step import DraftStep
@@ -116,6 +117,11 @@ class SameModelCandidateGenerator(CandidateGenerator):
 
     def _forward(self, ids: torch.Tensor, start: int) -> torch.Tensor:
         if ids.shape[1] > 1 or not self.cache.drafts_statically:
+            if ids.shape[1] == 1 and self.cache.compile_drafts:
+                notice_once(
+                    "compile_drafts: only draft steps of fixed shape are compiled; see graphs= of "
+                    "SpeculativeKVCache for where they are."
+                )
             return self.inputs.forward(ids, start)
         if self._step is None or not self._step.valid:
             self._step = None  # gives the old graph's memory back first

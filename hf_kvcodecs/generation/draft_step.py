@@ -97,6 +97,8 @@ class DraftStep:
             with drafting(self._drafts, self.static):
                 self.static.refresh()
                 self.logits = step(self.ids, self.positions, self.mask, self.traced)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # Dynamo's and Inductor's errors have no common class
             reason = (str(error).strip().splitlines() or [""])[0][:200]
             notice_once(

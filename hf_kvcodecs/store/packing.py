@@ -10,7 +10,7 @@ import torch
 from ..codecs import codec_for, codec_from_config
 from ..codecs.affine import affine_decode, affine_encode
 from ..codecs.words import from_words, to_words
-from ..errors import CorruptDataError
+from ..errors import CorruptDataError, UnsupportedLayoutError
 from ..layouts import WORD_TOKENS, PackedBlocks
 from .chunk import KV
 
@@ -52,7 +52,7 @@ def unpack(tensors: dict[str, torch.Tensor], described: dict[str, Any]) -> KV:
             _unpack_one(_part(tensors, name), described["codec"], described[name])
             for name in ("keys", "values")
         )
-    except CorruptDataError:
+    except (CorruptDataError, UnsupportedLayoutError):  # the latter: another release's
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CorruptDataError(f"a chunk's tensors make no sense ({error!r})") from error

@@ -87,6 +87,8 @@ def generation(spoken, new: Callable[[], GAACCache], seed: int, kind: type) -> l
 @pytest.mark.parametrize("name", KINDS)
 def test_memory_is_flat(name, monkeypatch):
     """Two hundred generations in all, and a copy of each cache."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU has a test of its own below")
     pytest.importorskip("triton", reason="needs Triton")
     references_for_kernels(monkeypatch.setattr)
     spoken = model()

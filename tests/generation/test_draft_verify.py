@@ -25,7 +25,7 @@ from hf_kvcodecs.compressors import (
     SnapKV,
     StreamingLLM,
 )
-from hf_kvcodecs.generation import draft_step
+from hf_kvcodecs.generation import candidate_generator, draft_step
 from hf_kvcodecs.generation.candidate_generator import Draft, SameModelCandidateGenerator
 from hf_kvcodecs.store.streaming import StagedStream
 
@@ -396,6 +396,15 @@ def test_a_step_that_cannot_be_compiled_runs_as_it_is(model, monkeypatch):
         assert torch.equal(out, plain)
     assert len(notices) == 1
     assert "could not be compiled" in notices[0]
+
+
+def test_steps_that_are_not_compiled_are_told_of(model, monkeypatch):
+    notices: set[str] = set()
+    monkeypatch.setattr(candidate_generator, "notice_once", notices.add)
+    cache = SpeculativeKVCache(compressor="reselect", keep=0.5, graphs=True, compile_drafts=True)
+    generate(model, prompt(60), cache, custom_generate=draft_verify, max_new_tokens=5)
+    assert len(notices) == 1
+    assert "fixed shape" in notices.pop()
 
 
 def test_layers_streamed_through_a_staging_ring(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,6 +106,9 @@ def test_quantised_tokens_of_other_forms_are_refused():
     segments = packed_segments([64], 3, 64, torch.float32)[0]
     with pytest.raises(ValueError, match="codes of 3 bits"):
         ragged_attention(*given, 1.0, segments)
+    segments = packed_segments([64], 4, 64, torch.float32)[0]
+    with pytest.raises(ValueError, match="dtypes"):
+        ragged_attention(*given, 1.0, replace(segments, counts=segments.counts.int()))
     segments = packed_segments([64], 4, 128, torch.float32)[0]
     with pytest.raises(ValueError, match="quantised tokens of shapes"):
         ragged_attention(*given, 1.0, segments)

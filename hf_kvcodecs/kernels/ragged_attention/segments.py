@@ -61,6 +61,10 @@ class PackedSegments:
         found = [tuple(part.shape) for part in self.tensors[:6]]
         if found != shapes or self.tokens % CODES or head_dim % CODES:
             return f"quantised tokens of shapes {found}; expected {shapes}"
+        dtypes = [part.dtype for part in self.tensors]
+        scales = [torch.int32, torch.float16, torch.float16]
+        if dtypes != [*scales, *scales, torch.int64, torch.int64]:
+            return f"quantised tokens of dtypes {dtypes}"
         if not all(part.is_contiguous() for part in self.tensors):
             return "quantised tokens that are not contiguous"
         return None
