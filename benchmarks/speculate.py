@@ -31,7 +31,7 @@ DROPPERS = (
 )  # fmt: skip
 QUANTISERS = ("kivi", "rotate")
 OURS = ((0.5, 4), (0.4, 4), (0.3, 4), (0.25, 4), (0.2, 4))
-NEW_TOKENS, STOP = 154, 128
+STOP = 128
 
 
 def cases(methods: list[str] | None, fitted: Online | None) -> list[tuple[str, str, Compressor]]:
@@ -62,9 +62,10 @@ def measure_acceptance(args: argparse.Namespace, path: str) -> list[dict[str, An
     """A row for each case; each is written to ``--out`` as soon as it is there."""
     tokenizer, model = common.load_tokenizer(path), common.load_model(path, "fp32")
     folder = home() / "acceptance"
+    new_tokens = args.stop + args.draft_length + 1  # the last draft is read whole
     made = list(
         acceptance.references(
-            model, tokenizer, args.prompts, args.prompt_tokens, NEW_TOKENS, folder
+            model, tokenizer, args.prompts, args.prompt_tokens, new_tokens, folder
         )
     )
     fitted = None

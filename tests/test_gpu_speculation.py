@@ -148,7 +148,7 @@ def test_ragged_attention_over_quantised_tokens(dtype, head_dim, bits):
 
 @pytest.mark.parametrize("hold_decoded", [False, True])
 def test_quantised_drafts_are_read_by_the_kernel(hold_decoded, monkeypatch):
-    """Decoding them first and reading them packed accepts about as many drafts."""
+    """They are decoded as they are read, or were before; nearly every draft is accepted."""
     model = tiny_llama(torch.bfloat16, head_dim=64).cuda()
     ids, given = prompt(3000).cuda(), []
 
@@ -157,7 +157,7 @@ def test_quantised_drafts_are_read_by_the_kernel(hold_decoded, monkeypatch):
         return ragged_attention(*arguments)
 
     monkeypatch.setattr(draft, "ragged_attention", noted)
-    cache = SpeculativeKVCache(compressor="kivi", bits=4, draft_length=6, hold_decoded=hold_decoded)
+    cache = SpeculativeKVCache(compressor="kivi", bits=8, draft_length=6, hold_decoded=hold_decoded)
     generate(model, ids, cache, custom_generate=draft_verify, max_new_tokens=40)
     assert given
     assert all((packed is None) == hold_decoded for packed in given)

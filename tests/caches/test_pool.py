@@ -565,8 +565,8 @@ def test_kernels_write_what_the_references_write():
     keys, values = states(1, 2, 128, 64)
     keys[:, 1, :, 3] *= 2.0**100  # raw
     found = []
-    for pack in (pooled.register_pack, register_pack_reference):
-        device = keys.device
+    packers = {pooled.register_pack: keys.device, register_pack_reference: "cpu"}
+    for pack, device in packers.items():
         shared = BlockPool(config(1, 2), tokens=10 * 128, rows=2, device=device)
         other, seat = Seat(shared, 192), Seat(shared, 450)
         layer = shared.layers[0]
@@ -574,7 +574,7 @@ def test_kernels_write_what_the_references_write():
         none = torch.empty(1, 2, 0, 64, device=device)
         pair = PooledPair(none, none, seat, layer)
         pair._offer(2)
-        pack(keys, values, pair.blocks)
+        pack(keys.to(device), values.to(device), pair.blocks)
         held, raw = pair.blocks, pair._offered[0]
         assert held.cursors.tolist() == [0, 1, 0]
         assert held.table[0, :, 0].tolist() == [int(seat.lease(1).slots()[0, 0, 0]), -1 - raw]
