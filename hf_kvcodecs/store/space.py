@@ -28,11 +28,15 @@ REFRESH_SECONDS = 1.0  # how old the list of what other processes wrote may be
 
 @dataclass(slots=True, eq=False)
 class ChunkSpace:
-    """One model's chunks in one store's namespace; made by :meth:`ChunkStore.space`."""
+    """One model's chunks in one store's namespace; made by :meth:`ChunkStore.space`.
+
+    ``like`` are keys and values of the model's, of whatever tokens; None if they are not known.
+    """
 
     store: ChunkStore
     name: str
     salt: bytes
+    like: KV | None = None
     index: ChunkIndex = field(init=False)
     _refreshed: float = -REFRESH_SECONDS
     _passed_over: set[str] = field(default_factory=set)  # files of newer releases
@@ -76,6 +80,8 @@ class ChunkSpace:
                 raise CorruptDataError(f"keys and values of {keys.dtype} and {values.dtype}")
             if not keys.shape[:3] == values.shape[:3] == (*keys.shape[:2], chunk.tokens):
                 raise CorruptDataError("keys and values are not those of its tokens")
+            if self.like is not None and _shapes(keys, values) != _shapes(*self.like):
+                raise CorruptDataError("keys and values are not of this model's shape")
         except UnsupportedLayoutError as error:  # another release's: left alone
             LOG.warning("A chunk was passed over: %s", error)
         except CorruptDataError as error:
@@ -223,6 +229,11 @@ def _chain_of(name: str) -> bytes | None:
     except ValueError:
         return None
     return chain if len(chain) == 32 else None
+
+
+def _shapes(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Size, ...]:
+    """Of no token: layers, heads and width."""
+    return keys[:, :, :0].shape, values[:, :, :0].shape
 
 
 def _norm_per_token(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

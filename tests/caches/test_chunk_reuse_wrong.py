@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcodecs import ChunkReuseCache, ChunkStore
+from hf_kvcodecs.caches.chunk_reuse import cache as chunk_reuse_cache
 from hf_kvcodecs.caches.chunk_reuse import hooks
 from hf_kvcodecs.caches.chunk_reuse.identity import model_identity
 from hf_kvcodecs.caches.compat import CACHE_ARGUMENT
@@ -305,3 +306,17 @@ def test_layers_on_several_devices_are_refused():
         part.to("meta")
     with pytest.raises(ValueError, match=r"several devices \(cpu, meta\)"):
         ChunkReuseCache(model, ChunkStore())
+
+
+@pytest.mark.parametrize("other", [{"num_hidden_layers": 2}, {"num_key_value_heads": 1}])
+def test_chunks_of_another_shape_are_misses(tmp_path, monkeypatch, other):
+    """Files with the right text, name and checksum, written by a model of another shape."""
+    model, stranger = tiny_llama(), tiny_llama(**other)
+    ids = text(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_reuse_cache, "model_identity", lambda *_: model_identity(model))
+        last_logits(stranger, ids, ChunkReuseCache(stranger, ChunkStore(disk=tmp_path)))
+    store = ChunkStore(disk=tmp_path)
+    assert exact_tokens(model, ids, store) == 0
+    assert store.stats().damaged
+    assert exact_tokens(model, ids, store) > 0  # written anew

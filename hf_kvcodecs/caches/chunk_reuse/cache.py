@@ -142,6 +142,7 @@ class ChunkReuseCache(Cache):
         self._identity = model_identity(self.model, state)
         self.rotation = rotation_now(self.model, self._identity)
         space = self._space = self.store.space(self._identity)
+        space.like = self.rotation.like
         self._texts = [
             RowText.begin(space.salt, ids, pad, position)
             for ids, pad, position in zip(prompt.rows, prompt.pads, prompt.positions, strict=True)

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from ...kernels.rotate import angles_between, rotate
+from ...store.chunk import KV
 from ..compat import CACHE_ARGUMENT
 
 ROTATIONS = ("default", "linear", "yarn", "llama3", "proportional")
@@ -27,12 +28,14 @@ class Rotation:
         interleaved: which channels make a pair, see :func:`hf_kvcodecs.kernels.rotate.rotate`.
         start: the first rotated channel.
         layers: for each layer whether its keys turn at all.
+        like: keys and values ``[layers, kv_heads, 0, head_dim]``: of no token, for their shape.
     """
 
     inv_freq: torch.Tensor
     interleaved: bool
     start: int
     layers: tuple[bool, ...]
+    like: KV
 
     def angles(
         self, old: torch.Tensor, new: torch.Tensor, device: torch.device
@@ -98,7 +101,8 @@ def find_rotation(model: Any) -> Rotation:
                 f"ChunkReuseCache: in {type(model).__name__} more than the keys depends on the "
                 "position (learned positions?), so that what was computed elsewhere is of no use"
             )
-    return _explain(model, frequencies[0], positions, [keys for keys, _ in seen])
+    like = seen[0][0][:, 0, :, :0], seen[0][1][:, 0, :, :0]
+    return _explain(model, frequencies[0], positions, [keys for keys, _ in seen], like)
 
 
 def frequencies_of(model: Any) -> list[torch.Tensor]:
@@ -112,7 +116,11 @@ def frequencies_of(model: Any) -> list[torch.Tensor]:
 
 
 def _explain(
-    model: Any, inv_freq: torch.Tensor, positions: list[int], keys: list[torch.Tensor]
+    model: Any,
+    inv_freq: torch.Tensor,
+    positions: list[int],
+    keys: list[torch.Tensor],
+    like: KV,
 ) -> Rotation:
     pairs, head_dim = len(inv_freq), keys[0].shape[-1]
     # A layer without rope has the very same keys everywhere; one with it may hide what little its
@@ -121,7 +129,9 @@ def _explain(
     layers = tuple(not s for s in still)
     if any(layers) and 2 * pairs <= head_dim:
         candidates = [
-            Rotation(inv_freq=inv_freq, interleaved=interleaved, start=start, layers=layers)
+            Rotation(
+                inv_freq=inv_freq, interleaved=interleaved, start=start, layers=layers, like=like
+            )
             for interleaved in (False, True)
             for start in sorted({0, head_dim - 2 * pairs})
         ]
