@@ -20,7 +20,7 @@ from .guards import NeedsConfigForOtherLayers, PromptLength, check_first_forward
 from .speculative_layer import Faces, SpeculativeLayer
 from .speculative_report import DraftVerifyReport
 
-STORES = {"cpu": HostStore, "disk": DiskStore}
+STORES: dict[str, type[FullStore]] = {"cpu": HostStore, "disk": DiskStore}
 
 
 class SpeculativeKVCache(NeedsConfigForOtherLayers, DynamicCache):

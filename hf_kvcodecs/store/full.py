@@ -91,9 +91,15 @@ class _Layer:
 
 
 class HostStore(FullStore):
-    """Token-major buffers in host memory, pinned where there is a CUDA device."""
+    """Token-major buffers in host memory, pinned where there is a CUDA device.
 
-    def __init__(self) -> None:
+    Args:
+        spare_tokens: room behind what is held when buffers are made: pinning memory anew takes
+            milliseconds a layer.
+    """
+
+    def __init__(self, spare_tokens: int = SPARE_TOKENS) -> None:
+        self.spare_tokens = spare_tokens
         self._layers: dict[int, _Layer] = {}
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -112,13 +118,17 @@ class HostStore(FullStore):
         layer = self._layers.get(layer_idx)
         new_tokens = keys.shape[2]
         if layer is not None and not layer.tokens:  # nothing to keep: another batch may follow
-            layer = None
+            fits = layer.keys.shape[1:] == _row(keys) and layer.values.shape[1:] == _row(values)
+            if fits and layer.keys.dtype == keys.dtype and layer.values.dtype == values.dtype:
+                wait_for_device()  # the device may still read what was there
+            else:
+                layer = None
         if layer is not None and layer.tokens + new_tokens <= layer.keys.shape[0]:
             return layer
         held = layer.tokens if layer else 0
         # A prompt leaves little room behind it, what grows token by token more each time.
         growth = GROWTH if held else FIRST_GROWTH
-        capacity = int(growth * (held + new_tokens)) + SPARE_TOKENS
+        capacity = int(growth * (held + new_tokens)) + self.spare_tokens
         buffers = []
         for name, states in (("keys", keys), ("values", values)):
             batch, heads, _, head_dim = states.shape
@@ -168,7 +178,7 @@ class HostStore(FullStore):
         return sum(buffer.nbytes for buffer in self._held(layer_idx))
 
     def empty_like(self) -> FullStore:
-        return HostStore()
+        return HostStore(self.spare_tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullStore:
         copied = self.empty_like()
@@ -178,6 +188,12 @@ class HostStore(FullStore):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._layers)} layers, {self.tokens(0)} tokens)"
+
+
+def _row(states: torch.Tensor) -> torch.Size:
+    """The shape of one token of ``states`` in a buffer."""
+    batch, heads, _, head_dim = states.shape
+    return torch.Size((batch, heads, head_dim))
 
 
 class DiskStore(HostStore):

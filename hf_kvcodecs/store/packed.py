@@ -186,7 +186,8 @@ class PackedStore(FullStore):
 
     def __init__(self) -> None:
         self._sealed: dict[int, list[Segment]] = {}
-        self._tail = HostStore()
+        # Never grows: it is sealed before it is full, whatever a draft adds.
+        self._tail = HostStore(spare_tokens=SEAL_TOKENS + 2 * KEEP_TOKENS)
         self._devices: dict[int, torch.device] = {}
 
     def append(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from hf_kvcodecs import CacheMisuseError, Compressor, SpeculativeKVCache, draft_
 from hf_kvcodecs.caches import speculative
 from hf_kvcodecs.compressors import QUANTISERS, SCORERS, compressor_for
 from hf_kvcodecs.store.full import DiskStore
+from hf_kvcodecs.store.packed import PackedStore
 from hf_kvcodecs.store.streaming import StagedStream
 
 from ..harness import assert_same_bits, dtype_id, forward, generate, prompt, tiny_llama
@@ -134,6 +135,20 @@ def test_files_leave_nothing_behind(tmp_path):
     assert store.read(0)[0].sum() == 80
     with pytest.raises(FileNotFoundError):
         DiskStore(tmp_path / "nowhere").append(0, torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1))
+
+
+def test_memory_behind_packed_tokens_is_made_once():
+    """Pinning it anew would hold up a round; what is read is what was appended all the same."""
+    store, generator = PackedStore(), torch.Generator().manual_seed(0)
+    states = torch.randn(2, 1, 2, 4000, 64, generator=generator).bfloat16()
+    places = set()
+    for keys, values in zip(*(part.split(75, 2) for part in states), strict=True):
+        store.append(0, keys, values)
+        places.add(store.like(0)[0].data_ptr())
+    assert len(places) == 1
+    assert_same_bits(torch.stack(store.read(0)), states)
+    store.select_rows(0, torch.tensor([0, 0]))  # another batch takes other memory
+    assert_same_bits(store.read(0)[1], states[1].expand(2, -1, -1, -1))
 
 
 def test_plain_decoding_is_noticed(tiny_models, monkeypatch):
