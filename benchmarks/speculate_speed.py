@@ -69,7 +69,7 @@ class ReplayedAcceptance(RowDecoder):
         return accepted + 1, accepted
 
 
-def recorded_acceptance(method: str, setting: str) -> list[int]:
+def recorded_acceptance(method: str, setting: str, draft_length: int) -> list[int]:
     """Accepted tokens round by round, as the acceptance table recorded them.
 
     Raises:
@@ -78,12 +78,13 @@ def recorded_acceptance(method: str, setting: str) -> list[int]:
     path = common.RESULTS / "speculate.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for row in rows:
-        if (row.get("method"), row.get("setting")) == (method, setting):
+        facts = row.get("method"), row.get("setting"), row.get("draft_length")
+        if facts == (method, setting, draft_length):
             found: list[int] = row["accepted_by_round"]
             return found
     raise SystemExit(
-        f"speculate: no row for {method}, {setting} in {path.name}: run benchmarks/speculate.py "
-        "without --device first"
+        f"speculate: no row for {method}, {setting}, {draft_length} drafted in {path.name}: run "
+        "benchmarks/speculate.py without --device first"
     )
 
 
@@ -225,14 +226,15 @@ def speed_8b(args: argparse.Namespace, results: Results, link: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A draft face of some shape, the recorded acceptance of the method that has that shape, and
-    how many layers are staged."""
+    """A draft face of some shape, the recorded acceptance of the method that has that shape, how
+    many layers are staged, and how many tokens are drafted."""
 
     method: str
     keep: float
     compressor: Compressor
     layers: int
     compiled: bool = False
+    draft_length: int = DRAFT_LENGTH
 
     @property
     def name(self) -> str:
@@ -243,7 +245,7 @@ class Setting:
     @property
     def recorded(self) -> list[int]:
         """What :data:`ROUNDS` rounds accept: as many quantiles of the recorded rounds."""
-        found = sorted(recorded_acceptance(self.method, self.name))
+        found = sorted(recorded_acceptance(self.method, self.name, self.draft_length))
         return [found[(2 * i + 1) * len(found) // (2 * ROUNDS)] for i in range(ROUNDS)]
 
 
@@ -270,14 +272,17 @@ def settings(tokens: int, full_codec: str | None) -> list[Setting]:
     two, everything = (Setting("snapkv", 0.2, UNIFORM, layers) for layers in (2, 34))
     packed = Setting("kvzip+kivi", 0.4, quantised(0.4), 2)
     best = Setting("kvzip", 0.2, ragged(0.2), 2)
+    compiled = replace(packed, compiled=True)
+    longer = replace(compiled, draft_length=40)
     if tokens != 65536:
-        compiled = replace(packed, compiled=True)
-        return [compiled, packed, two, everything, best] if full_codec else [two]
+        return [longer, compiled, packed, two, everything, best] if full_codec else [two]
     if full_codec is None:
         return [two, everything]
     return [
+        longer,
+        compiled,
+        replace(longer, layers=34),
         packed,
-        replace(packed, compiled=True),
         replace(packed, compiled=True, layers=5),
         replace(packed, compiled=True, layers=34),
         replace(best, compiled=True),
@@ -303,7 +308,7 @@ def measure(
     renew(cache, setting.compressor, setting.layers)
     cache.compile_drafts = setting.compiled
     torch.cuda.reset_peak_memory_stats()
-    decoder = decoder_of(model, cache, held)
+    decoder = decoder_of(model, cache, held, setting.draft_length)
     decoder.recorded = itertools.cycle(setting.recorded)
     decoder._round()  # compresses, captures the graph, warms up
     decoder.recorded = iter(setting.recorded)
@@ -322,7 +327,7 @@ def measure(
         verify_seconds=row["verify_ms"] / 1e3,
         kv_bytes=dense_bytes,
         link_bandwidth=link,
-        draft_length=DRAFT_LENGTH,
+        draft_length=setting.draft_length,
         accepted=made / ROUNDS - 1,
         staging_bytes=staging_bytes,
         link_ratio=full_bytes / dense_bytes,
@@ -333,6 +338,7 @@ def measure(
     return {
         "setting": f"{setting.method} {setting.name}, {setting.layers} layers staged"
         + (", compiled" if setting.compiled else ""),
+        "draft_length": setting.draft_length,
         "recorded_mean_accepted": statistics.fmean(setting.recorded),
         "round_ms": round_seconds * 1e3,
         "rounds_ms": [1e3 * one for one in seconds],
@@ -364,10 +370,12 @@ def renew(cache: SpeculativeKVCache, compressor: Compressor, layers: int) -> Non
     clean()
 
 
-def decoder_of(model: Any, cache: SpeculativeKVCache, held: int) -> ReplayedAcceptance:
+def decoder_of(
+    model: Any, cache: SpeculativeKVCache, held: int, draft_length: int = DRAFT_LENGTH
+) -> ReplayedAcceptance:
     """A decoder behind a text of ``held`` tokens and one more."""
     ids = torch.randint(5, 1000, (1, held + 1), device="cuda")
-    cache.draft_length = DRAFT_LENGTH
+    cache.draft_length = draft_length
     return ReplayedAcceptance(
         RowInputs(model, cache, {}, held + 1),
         ids,
@@ -382,6 +390,7 @@ def decoder_of(model: Any, cache: SpeculativeKVCache, held: int) -> ReplayedAcce
 def parts_of_a_round(decoder: RowDecoder, held: int) -> dict[str, float]:
     """A draft step alone, and a verification with every layer already there or as it is."""
     cache = decoder.cache
+    drafted = int(cache.draft_length)
     cache.begin_draft()
     cache.stage(len(cache.layers))
     step = decoder.generator._step
@@ -391,12 +400,12 @@ def parts_of_a_round(decoder: RowDecoder, held: int) -> dict[str, float]:
     torch.cuda.synchronize()  # what is prefetched has arrived
     steps = [timed(lambda: step(token, start)) for _ in range(6)]
     cache.begin_verify()
-    read = torch.cat([token, token.expand(1, DRAFT_LENGTH)], dim=1)
+    read = torch.cat([token, token.expand(1, drafted)], dim=1)
     verify = timed(lambda: decoder.inputs.forward(read, start))
-    cache.commit(1, DRAFT_LENGTH + 1)
+    cache.commit(1, drafted + 1)
     cache.begin_verify()  # straight away: nothing was prefetched
     whole = timed(lambda: decoder.inputs.forward(read, start + 1))
-    cache.commit(1, DRAFT_LENGTH + 1)
+    cache.commit(1, drafted + 1)
     return {
         "draft_step_ms": 1e3 * statistics.median(steps[1:]),
         # With few slots the rest still crosses the link: what the forward costs itself shows where
@@ -419,7 +428,7 @@ def verify_compute_ms(decoder: RowDecoder, read: torch.Tensor) -> float:
     for start in range(4096, 4099):
         short.begin_verify()
         forward = timed(partial(inputs.forward, read, start))
-        short.commit(1, DRAFT_LENGTH + 1)
+        short.commit(1, read.shape[1])
     _, _, dense = cache.face_bytes()
     return 1e3 * (forward + dense / 4.0e12)
 
@@ -439,7 +448,7 @@ def overlap(model: Any, cache: SpeculativeKVCache, folder: Path) -> dict[str, fl
     held = cache.get_seq_length()
     renew(cache, UNIFORM, 34)
     decoder = decoder_of(model, cache, held)
-    decoder.recorded = itertools.cycle(recorded_acceptance("snapkv", "keep 0.2"))
+    decoder.recorded = itertools.cycle(recorded_acceptance("snapkv", "keep 0.2", DRAFT_LENGTH))
     decoder._round()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
         decoder._round()
