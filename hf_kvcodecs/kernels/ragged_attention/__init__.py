@@ -18,6 +18,7 @@ HEAD_DIMS = (64, 128, 256)
 GROUP_LIMIT = 16
 PROGRAMS = 264  # two for each of an H200's processors
 BLOCK_T = 64
+WARPS, PACKED_WARPS = 4, 8  # decoding is arithmetic
 
 
 def unsupported_reason(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> str | None:
@@ -89,7 +90,8 @@ def ragged_attention(
             q, keys, values, starts, counts, cursor, *quantised, tokens // CODES, tokens,
             part, stat, scale * math.log2(math.e), group,
             SPLITS=splits, G=GROUP_LIMIT, D=head_dim, BLOCK_T=BLOCK_T if head_dim < 256 else 32,
-            BITS=0 if packed is None else packed.bits, UPCAST=interpreted(), num_warps=4,
+            BITS=0 if packed is None else packed.bits, UPCAST=interpreted(),
+            num_warps=WARPS if packed is None else PACKED_WARPS,
         )  # fmt: skip
         _ragged_merge_kernel[(heads, group)](
             part, stat, out, group, SPLITS=splits, G=GROUP_LIMIT, D=head_dim, num_warps=4

@@ -10,71 +10,78 @@ NEGATIVE: tl.constexpr = tl.constexpr(-1.0e30)  # below every score, and still f
 
 
 @triton.jit
-def _key_codes(words, BITS: tl.constexpr):
-    """``[tokens, D]`` of words ``[tokens * BITS // 32, D]``, one behind the other by channel."""
-    N: tl.constexpr = 32 // BITS
-    shifts = (tl.arange(0, N) * BITS)[None, :, None]
-    codes = (words[:, None, :] >> shifts) & ((1 << BITS) - 1)
-    return tl.reshape(codes, [words.shape[0] * N, words.shape[1]])
+def _number(words, scale, minimum, PLACE: tl.constexpr, BITS: tl.constexpr):
+    """What code ``PLACE`` of each word stands for. On top of the mantissa of 1 a code ``c`` is
+    ``1 + c / 2**BITS``, with no conversion; ``scale`` and ``minimum`` are for that."""
+    LEFT: tl.constexpr = 23 - BITS - BITS * PLACE
+    moved = words << LEFT if LEFT >= 0 else words >> -LEFT
+    moved = (moved & (((1 << BITS) - 1) << (23 - BITS))) | 0x3F800000
+    return moved.to(tl.float32, bitcast=True) * scale + minimum
 
 
 @triton.jit
-def _value_codes(words, BITS: tl.constexpr):
-    """``[tokens, D]`` of words ``[tokens, D * BITS // 32]``, one behind the other by token."""
-    N: tl.constexpr = 32 // BITS
-    shifts = (tl.arange(0, N) * BITS)[None, None, :]
-    codes = (words[:, :, None] >> shifts) & ((1 << BITS) - 1)
-    return tl.reshape(codes, [words.shape[0], words.shape[1] * N])
+def _numbers_2(words, scale, minimum, PLACE: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr):
+    first = _number(words, scale, minimum, PLACE, BITS)
+    return tl.join(first, _number(words, scale, minimum, PLACE + STEP, BITS))
 
 
 @triton.jit
-def _of_32_rows(x):
-    """``[n, D]`` with every row 32 times."""
-    n: tl.constexpr = x.shape[0]
-    D: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.broadcast_to(x[:, None, :], [n, 32, D]), [n * 32, D])
+def _numbers_4(words, scale, minimum, PLACE: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr):
+    first = _numbers_2(words, scale, minimum, PLACE, 2 * STEP, BITS)
+    return tl.join(first, _numbers_2(words, scale, minimum, PLACE + STEP, 2 * STEP, BITS))
 
 
 @triton.jit
-def _of_32_columns(x):
-    """``[T, n]`` with every column 32 times."""
-    T: tl.constexpr = x.shape[0]
-    n: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.broadcast_to(x[:, :, None], [T, n, 32]), [T, n * 32])
+def _numbers_8(words, scale, minimum, PLACE: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr):
+    first = _numbers_4(words, scale, minimum, PLACE, 2 * STEP, BITS)
+    return tl.join(first, _numbers_4(words, scale, minimum, PLACE + STEP, 2 * STEP, BITS))
+
+
+@triton.jit
+def _numbers(words, scale, minimum, BITS: tl.constexpr):
+    """``[A, BITS, C, 32 // BITS]``, fp32, of words ``[A, BITS, C]``; ``scale`` and ``minimum``
+    ``[A, 1, C]``. A thread decodes whole words: what it needs is in its registers."""
+    A: tl.constexpr = words.shape[0]
+    C: tl.constexpr = words.shape[2]
+    scale = scale.to(tl.float32) * (1 << BITS)
+    minimum = minimum.to(tl.float32) - scale
+    if BITS == 8:
+        numbers = _numbers_4(words, scale, minimum, 0, 1, BITS)
+    elif BITS == 4:
+        numbers = _numbers_8(words, scale, minimum, 0, 1, BITS)
+    else:
+        first = _numbers_8(words, scale, minimum, 0, 2, BITS)
+        numbers = tl.join(first, _numbers_8(words, scale, minimum, 1, 2, BITS))
+    return tl.reshape(numbers, [A, BITS, C, 32 // BITS])
 
 
 @triton.jit
 def _packed_tile(
     token, end, key_words, key_scale, key_minimum, value_words, value_scale, value_minimum,
-    key_groups, tokens, BITS: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr,
+    key_groups, tokens, dtype: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values ``[BLOCK_T, D]``, fp32, of quantised tokens from ``token`` on, a multiple of
-    32; those from ``end`` on are 0."""
-    offs_d = tl.arange(0, D)
-    group = (token // 32 + tl.arange(0, BLOCK_T // 32)).to(tl.int64)
-    at = group[:, None] * D + offs_d[None, :]
-    mask = (group < end // 32)[:, None]
+    """Keys and values ``[BLOCK_T, D]`` of quantised tokens from ``token`` on, a multiple of 32;
+    those from ``end`` on are of no use."""
+    word = tl.arange(0, BITS)[None, :, None]
+    group = (token // 32 + tl.arange(0, BLOCK_T // 32)).to(tl.int64)[:, None, None]
+    mask = group < end // 32
+    at = group * D + tl.arange(0, D)[None, None, :]
     scale = tl.load(key_scale + at, mask=mask, other=0.0)
     minimum = tl.load(key_minimum + at, mask=mask, other=0.0)
-    word = tl.arange(0, BLOCK_T // 32 * BITS)
-    group = (token // 32 + word // BITS).to(tl.int64)
-    at = (word % BITS).to(tl.int64) * key_groups + group
-    mask = (group < end // 32)[:, None]
-    words = tl.load(key_words + at[:, None] * D + offs_d[None, :], mask=mask, other=0)
-    keys = _key_codes(words, BITS).to(tl.float32)
-    keys = keys * _of_32_rows(scale).to(tl.float32) + _of_32_rows(minimum).to(tl.float32)
+    words = tl.load(key_words + word * key_groups.to(tl.int64) * D + at, mask=mask, other=0)
+    keys = _numbers(words, scale, minimum, BITS).to(dtype)  # [groups, BITS, D, 32 // BITS]
+    keys = tl.reshape(tl.permute(keys, [0, 1, 3, 2]), [BLOCK_T, D])
 
-    row = (token + tl.arange(0, BLOCK_T)).to(tl.int64)
-    mask = (row < end)[:, None]
-    at = row[:, None] * (D // 32) + tl.arange(0, D // 32)[None, :]
+    row = (token + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None, None]
+    mask = row < end
+    at = row * (D // 32) + tl.arange(0, D // 32)[None, None, :]
     scale = tl.load(value_scale + at, mask=mask, other=0.0)
     minimum = tl.load(value_minimum + at, mask=mask, other=0.0)
-    word = tl.arange(0, D // 32 * BITS)
-    at = ((word % BITS).to(tl.int64)[None, :] * tokens + row[:, None]) * (D // 32)
-    words = tl.load(value_words + at + (word // BITS)[None, :], mask=mask, other=0)
-    values = _value_codes(words, BITS).to(tl.float32)
-    values = values * _of_32_columns(scale).to(tl.float32)
-    return keys, values + _of_32_columns(minimum).to(tl.float32)
+    at += word * tokens.to(tl.int64) * (D // 32)
+    words = tl.load(value_words + at, mask=mask, other=0)
+    values = _numbers(words, scale, minimum, BITS).to(dtype)  # [BLOCK_T, BITS, D // 32, ...]
+    return keys, tl.reshape(tl.permute(values, [0, 2, 1, 3]), [BLOCK_T, D])
 
 
 @triton.jit
@@ -122,9 +129,8 @@ def _ragged_attention_kernel(
             k, v = _packed_tile(
                 first_token + first, first_token + end, key_words_ptr, key_scale_ptr,
                 key_minimum_ptr, value_words_ptr, value_scale_ptr, value_minimum_ptr,
-                key_groups, tokens, BITS, D, BLOCK_T,
+                key_groups, tokens, dtype, BITS, D, BLOCK_T,
             )  # fmt: skip
-            k, v = k.to(dtype), v.to(dtype)
             if UPCAST:
                 k, v = k.to(tl.float32), v.to(tl.float32)
             m, total, acc = _add_tile(q, k, v, first + offs_t < end, m, total, acc, scale)
