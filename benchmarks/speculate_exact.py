@@ -6,7 +6,8 @@
 Greedy: SmolLM2 continues real prompts of 100 to 700 tokens with ``DynamicCache`` and with
 ``SpeculativeKVCache``; counts identical texts, and reports the largest KL divergence of the logits
 at any position before the texts part. In bf16 a forward over several tokens rounds differently from
-single ones: every divergence is listed with the gap of the two logits. Sampling: the part of
+single ones: every divergence is listed with the gap of the two logits, and beside it how far the
+model is from itself where it reads the plain text at once. Sampling: the part of
 drafted tokens accepted at each temperature. Draft length: forwards and time by rule. Exits with
 status 1 where fp32 texts differ or the divergence is too large.
 """
@@ -55,6 +56,21 @@ def generate(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> Any:
     )
 
 
+def largest_divergence(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest KL divergence, nats, of logits ``[positions, vocab]`` at one position."""
+    ours, theirs = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
+    each = torch.nn.functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
+    return float(each.max())
+
+
+@torch.no_grad()
+def read_at_once(model: Any, prompt_tokens: int, plain: Any) -> float:
+    """How far the model's logits are from those of its own single steps where it reads the plain
+    text in one forward call: what rounding alone does to any verification."""
+    logits = model(plain.sequences, use_cache=False).logits[0, prompt_tokens - 1 : -1]
+    return largest_divergence(logits, torch.cat(plain.logits))
+
+
 def greedy(model: Any, ids: torch.Tensor, plain: Any, method: str, **options: Any) -> Any:
     """One prompt with drafts, compared with the plain continuation."""
     cache = SpeculativeKVCache(compressor=method, hold_decoded=True, **METHODS[method])
@@ -62,13 +78,10 @@ def greedy(model: Any, ids: torch.Tensor, plain: Any, method: str, **options: An
     new = ids.shape[1]
     differing = (out.sequences[0, new:] != plain.sequences[0, new:]).nonzero().flatten().tolist()
     stop = differing[0] + 1 if differing else len(plain.logits)
-    ours, theirs = (torch.cat(found.logits[:stop]).double() for found in (out, plain))
-    divergence = torch.nn.functional.kl_div(
-        ours.log_softmax(-1), theirs.log_softmax(-1), reduction="none", log_target=True
-    ).sum(-1)
+    ours, theirs = (torch.cat(found.logits[:stop]) for found in (out, plain))
     row = {
         "identical": not differing,
-        "largest_kl_nats": float(divergence.max()),
+        "largest_kl_nats": largest_divergence(ours, theirs),
         "mean_accepted": cache.report().mean_accepted,
     }
     if differing:
@@ -142,8 +155,9 @@ def main() -> int:
         model = common.load_model(path, dtype)
         for index, ids in enumerate(prompts):
             plain = generate(model, ids, DynamicCache(), do_sample=False, **length)
+            at_once = {"read_at_once_kl_nats": read_at_once(model, ids.shape[1], plain)}
             for method in methods:
-                found = greedy(model, ids, plain, method, **length)
+                found = greedy(model, ids, plain, method, **length) | at_once
                 rows.append(
                     {"case": "greedy", "dtype": dtype, "method": method, "prompt": index, **found}
                 )

@@ -565,17 +565,23 @@ def test_kernels_write_what_the_references_write():
     keys, values = states(1, 2, 128, 64)
     keys[:, 1, :, 3] *= 2.0**100  # raw
     found = []
-    packers = {pooled.register_pack: keys.device, register_pack_reference: "cpu"}
-    for pack, device in packers.items():
-        shared = BlockPool(config(1, 2), tokens=10 * 128, rows=2, device=device)
+    for pack in (pooled.register_pack, register_pack_reference):
+        shared = BlockPool(config(1, 2), tokens=10 * 128, rows=2, device=keys.device)
         other, seat = Seat(shared, 192), Seat(shared, 450)
         layer = shared.layers[0]
         layer.words.zero_()
-        none = torch.empty(1, 2, 0, 64, device=device)
+        none = torch.empty(1, 2, 0, 64, device=keys.device)
         pair = PooledPair(none, none, seat, layer)
         pair._offer(2)
-        pack(keys.to(device), values.to(device), pair.blocks)
         held, raw = pair.blocks, pair._offered[0]
+        if pack is register_pack_reference:  # it runs on the CPU
+            held = copy.copy(held)
+            for name in ("words", "pool", "raw", "table", "raw_list", "raw_count", "cursors",
+                         "raw_free"):  # fmt: skip
+                setattr(held, name, getattr(held, name).cpu())
+            pack(keys.cpu(), values.cpu(), held)
+        else:
+            pack(keys, values, held)
         assert held.cursors.tolist() == [0, 1, 0]
         assert held.table[0, :, 0].tolist() == [int(seat.lease(1).slots()[0, 0, 0]), -1 - raw]
         assert held.raw_count.tolist() == [[0, 1]]
