@@ -105,6 +105,7 @@ class StagedStream(LayerStream):
         self._free: list[_Slot] = []
         self._order: list[int] = []  # layers as a forward pass visits them
         self._last: int | None = None
+        self._new_tokens = 0  # of the last read
 
     def _current(self) -> Any:
         return self._module.current_stream(self.device)
@@ -118,6 +119,7 @@ class StagedStream(LayerStream):
         if not held:
             self._write_back(layer_idx, keys, values)
             return keys, values
+        self._new_tokens = new
         slot = self._take(layer_idx, held, new)
         self._fill(self._order.index(layer_idx) + 1)
         self._current().wait_event(slot.arrived)
@@ -189,7 +191,8 @@ class StagedStream(LayerStream):
 
     def _fetch(self, layer_idx: int, new: int) -> _Slot:
         tokens = self.store.tokens(layer_idx)
-        slot = self._slot(layer_idx, tokens + new)
+        # Room for what the next read will add: a slot without it would be fetched a second time.
+        slot = self._slot(layer_idx, tokens + max(new, self._new_tokens))
         self._side.wait_stream(self._back)  # what was written back is part of the layer
         with self._module.stream(self._side):
             self.bytes_read += self.store.copy_to(layer_idx, slot.keys, slot.values)

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from hf_kvcodecs import CacheMisuseError, Compressor, SpeculativeKVCache, draft_verify
 from hf_kvcodecs.caches import speculative
 from hf_kvcodecs.compressors import QUANTISERS, SCORERS, compressor_for
-from hf_kvcodecs.store.full import DiskStore
+from hf_kvcodecs.store.full import DiskStore, HostStore
 from hf_kvcodecs.store.packed import PackedStore
 from hf_kvcodecs.store.streaming import StagedStream
 
@@ -248,6 +248,22 @@ def test_a_long_text_packed(tiny_models, staged):
     forward(model, prompt(3), copied)
     copied.commit(2, 3)
     assert copied.get_seq_length() == 2102
+
+
+@pytest.mark.parametrize("staging_bytes", [None, 1 << 30])
+def test_each_layer_crosses_the_link_once_a_read(staging_bytes):
+    """Also where slots have become too small, which costs new ones and no second transfer."""
+    store = HostStore()
+    stream = StagedStream(store, torch.device("cpu"), staging_bytes)
+    states = torch.ones(1, 2, 26, 16)
+    for _ in range(40):
+        before = stream.bytes_read
+        wanted = sum(store.layer_nbytes(layer) for layer in range(3))
+        stream.prefetch()
+        for layer in range(3):
+            keys, _ = stream.extend(layer, states, states)
+            assert keys.shape[2] == store.tokens(layer)
+        assert stream.bytes_read - before == wanted
 
 
 def test_misuse(tiny_models):
