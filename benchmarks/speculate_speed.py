@@ -275,16 +275,19 @@ def settings(tokens: int, full_codec: str | None) -> list[Setting]:
     compiled = replace(packed, compiled=True)
     longer = replace(compiled, draft_length=40)
     if tokens != 65536:
-        return [longer, compiled, packed, two, everything, best] if full_codec else [two]
+        ragged_compiled = replace(best, compiled=True)
+        others = [packed, two, everything, ragged_compiled, best]
+        return [longer, compiled, *others] if full_codec else [two]
     if full_codec is None:
         return [two, everything]
     return [
         longer,
         compiled,
-        replace(longer, layers=34),
+        *(replace(longer, layers=layers) for layers in (3, 5, 34)),
         packed,
-        replace(packed, compiled=True, layers=5),
-        replace(packed, compiled=True, layers=34),
+        replace(compiled, layers=5),
+        replace(compiled, layers=34),
+        replace(best, compiled=True, draft_length=40),
         replace(best, compiled=True),
         Setting("kvzip+kivi", 0.2, quantised(0.2), 2, compiled=True),
         best,
